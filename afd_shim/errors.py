@@ -131,7 +131,23 @@ class RendezvousTimeoutError(TransportError):
 
 
 class PeerLostError(TransportError, ConnectionError):
-    """A connected peer is gone: its process ended, or its host no longer answers."""
+    """A connected peer is gone: it said goodbye, its process ended, or its host no longer answers.
+
+    `peer` names role, rank and address; `clean` is True after a goodbye without a reason.
+    """
+
+    def __init__(self, message: str, *, peer: str = "", clean: bool = False) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.clean = clean
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process boundaries (EngineCore hands a worker's error up by pickle).
+        return (_rebuild_peer_lost, (str(self), self.peer, self.clean))
+
+
+def _rebuild_peer_lost(message: str, peer: str, clean: bool) -> PeerLostError:
+    return PeerLostError(message, peer=peer, clean=clean)
 
 
 class ServingLoopError(AfdShimError):
