@@ -1,0 +1,1 @@
+"""The FFN role: its serving loop and expert load balancing."""

@@ -1,0 +1,1 @@
+"""The Attention side of a MoE layer, and the ownership rules both roles share."""
