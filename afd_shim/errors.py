@@ -27,6 +27,11 @@ Every message names the thing at fault and ends with what to do about it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # The engine imports this module.
+    from afd_shim.engine.report import Report
+
 __all__ = [
     "AfdShimError",
     "ConfigError",
@@ -75,7 +80,10 @@ class UnsupportedModelError(ConfigError):
 
 
 class EngineError(AfdShimError):
-    """Base of the patch engine's refusals and failures."""
+    """Base of the patch engine's refusals and failures; `report` tells about every patch of the set."""
+
+    #: None where no set was at hand. It travels with the error through pickle.
+    report: Report | None = None
 
 
 class DeclarationError(EngineError):
@@ -95,7 +103,12 @@ class UntestedVersionError(EngineError):
 
 
 class DriftError(EngineError):
-    """The installed source of a target differs from what the matrix expects."""
+    """The installed source of a target differs from what the matrix expects; `symbol` and `difference` say how."""
+
+    def __init__(self, message: str, *, symbol: str = "", difference: str = "") -> None:
+        super().__init__(message)
+        self.symbol = symbol
+        self.difference = difference
 
 
 class LateActivationError(EngineError):

@@ -17,3 +17,12 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Attention-FFN Disaggregation for stock vLLM."""
+
+
+def _add_commands() -> None:
+    from afd_shim.cli.fingerprint import fingerprint
+
+    app.command()(fingerprint)
+
+
+_add_commands()
