@@ -36,7 +36,19 @@ from afd_shim.errors import (
     UpstreamNotFoundError,
 )
 
-__all__ = ["arm", "commit", "deactivate", "digest", "load_patch", "load_set", "refusal", "report", "require", "verify"]
+__all__ = [
+    "arm",
+    "commit",
+    "deactivate",
+    "digest",
+    "load_patch",
+    "load_set",
+    "refusal",
+    "report",
+    "require",
+    "require_supported",
+    "verify",
+]
 
 # A child of vLLM's logger, so that it obeys vLLM's logging configuration.
 _logger = logging.getLogger("vllm.afd_shim")
@@ -156,6 +168,15 @@ def verify(*set_names: str) -> Report:
                 raise _drift(process, merged, found)
             process.verified.update(set_names)
         return process.activation.report(merged)
+
+
+def require_supported() -> Report:
+    """Prove every set of the installed release's row, so that a refusal comes before any worker starts.
+
+    Raises:
+        EngineError: see `commit`.
+    """
+    return verify(*_row(_current()).sets)
 
 
 def refusal() -> EngineError:

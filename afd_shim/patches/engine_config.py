@@ -41,4 +41,5 @@ PATCH = Patch(
     upstream="vllm/engine/arg_utils.py, EngineArgs.create_engine_config, 0.30.0-0.33.0",
     releases=("0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     until="vLLM gives plugins a hook on the finished VllmConfig",
+    stacks=True,
 )
