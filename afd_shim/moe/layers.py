@@ -40,7 +40,8 @@ class MoELayer:
         gate: where the gate is applied.
         runner: what the factory returned.
         ffn_modules: the modules that are the FFN's.
-        ffn_storages: storages of the single parameters that are the FFN's (score-correction bias).
+        ffn_tensors: single parameters that are the FFN's whatever module they stand in (the
+            score-correction bias). Held, so that nothing else can take over their storage's address.
 
     """
 
@@ -50,7 +51,7 @@ class MoELayer:
     gate: GatePlacement
     runner: MoERunner
     ffn_modules: list[nn.Module] = field(default_factory=list)
-    ffn_storages: set[int] = field(default_factory=set)
+    ffn_tensors: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def describe(cls, call: Mapping[str, object], runner: MoERunner, index: int, *, gate_on_attention: bool) -> MoELayer:
@@ -61,7 +62,6 @@ class MoELayer:
         if placement == "ffn" and isinstance(gate, nn.Module):
             modules.append(gate)
         bias = call.get("e_score_correction_bias")
-        storages = {storage_key(bias)} if isinstance(bias, torch.Tensor) else set()
         return cls(
             name=str(call.get("prefix", "")),
             index=index,
@@ -69,8 +69,14 @@ class MoELayer:
             gate=placement,
             runner=runner,
             ffn_modules=modules,
-            ffn_storages=storages,
+            ffn_tensors=[bias] if isinstance(bias, torch.Tensor) else [],
         )
+
+    def release_foreign(self, *, attention: bool) -> None:
+        """Let go of the FFN's modules and tensors once the model is pruned, where they are not ours."""
+        if attention:
+            self.ffn_modules.clear()
+            self.ffn_tensors.clear()
 
     def owned_by_ffn(self) -> Iterator[nn.Module]:
         """The runner and every module the FFN owns."""
@@ -86,7 +92,7 @@ def ffn_storages(layers: Iterable[MoELayer]) -> set[int]:
     """
     storages: set[int] = set()
     for layer in layers:
-        storages |= layer.ffn_storages
+        storages |= {storage_key(tensor) for tensor in layer.ffn_tensors}
         for module in (layer.runner.routed_experts, *layer.ffn_modules):
             storages |= {storage_key(tensor) for tensor in module.parameters()}
             storages |= {storage_key(tensor) for tensor in module.buffers()}

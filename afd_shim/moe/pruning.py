@@ -20,7 +20,7 @@ def drop_ffn_parts(root: nn.Module, layers: Collection[MoELayer]) -> None:
     identity would pass its input through in silence.
     """
     modules = {id(module) for layer in layers for module in layer.ffn_modules}
-    storages = {storage for layer in layers for storage in layer.ffn_storages}
+    storages = {storage_key(tensor) for layer in layers for tensor in layer.ffn_tensors}
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in modules:
@@ -38,7 +38,7 @@ def keep_ffn_parts(root: nn.Module, layers: Collection[MoELayer]) -> None:
     holder, so that vLLM post-processes no half module.
     """
     kept = {id(module) for layer in layers for module in layer.owned_by_ffn()}
-    storages = {storage for layer in layers for storage in layer.ffn_storages}
+    storages = {storage_key(tensor) for layer in layers for tensor in layer.ffn_tensors}
     _keep(root, kept, storages)
 
 

@@ -38,6 +38,8 @@ def build(original: InitializeModel) -> InitializeModel:
             model = original(vllm_config, **kwargs)
         prune = drop_ffn_parts if attention else keep_ffn_parts
         prune(model, layers)
+        for layer in layers:
+            layer.release_foreign(attention=attention)
         forget_unreachable(model, vllm_config.compilation_config.static_forward_context)
         return model
 
