@@ -63,9 +63,15 @@ def write_checkpoint(
     """Write `config.json`, `model.safetensors` and a tokenizer into the directory `path`.
 
     The same arguments give the same bytes. `family` is a key of `FAMILIES`, `size` of `SIZES`.
-    Raises KeyError for an unknown family or size.
+
+    Raises:
+        KeyError: for an unknown family or size.
+        ValueError: for tied embeddings where vLLM's model ignores them (it would serve zeros).
+
     """
     chosen, dimensions = FAMILIES[family], SIZES[size]
+    if tied_embeddings and not chosen.can_tie_embeddings:
+        raise ValueError(f"vLLM's {chosen.architecture} does not tie its embeddings; take qwen3-moe or granitemoe")
     specs = tuple(_tied(chosen.tensors(dimensions)) if tied_embeddings else chosen.tensors(dimensions))
     config = chosen.config(dimensions) | {
         "architectures": [chosen.architecture],

@@ -53,6 +53,7 @@ class Family:
     config: Callable[[Size], Config]
     tensors: Callable[[Size], Iterator[TensorSpec]]
     moe_layers: Callable[[Size], list[int]]
+    can_tie_embeddings: bool = False  # whether vLLM's model honours `tie_word_embeddings`; the others ignore it
 
     @property
     def gate_placements(self) -> tuple[bool, ...]:
@@ -369,9 +370,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family("deepseek-v2", "DeepseekV2ForCausalLM", "runner", _deepseek_config, _deepseek_tensors, _after_first_dense),
         Family("deepseek-v3", "DeepseekV3ForCausalLM", "runner", _deepseek_v3_config, _deepseek_v3_tensors, _after_first_dense),
-        Family("qwen3-moe", "Qwen3MoeForCausalLM", "runner", _qwen3_moe_config, _qwen3_moe_tensors, _every_layer),
+        Family("qwen3-moe", "Qwen3MoeForCausalLM", "runner", _qwen3_moe_config, _qwen3_moe_tensors, _every_layer, True),
         Family("qwen3-next", "Qwen3NextForCausalLM", "runner", _qwen3_next_config, _qwen3_next_tensors, _every_layer),
         Family("olmoe", "OlmoeForCausalLM", "external", _olmoe_config, _olmoe_tensors, _every_layer),
-        Family("granitemoe", "GraniteMoeForCausalLM", "external", _granitemoe_config, _granitemoe_tensors, _every_layer),
+        Family("granitemoe", "GraniteMoeForCausalLM", "external", _granitemoe_config, _granitemoe_tensors, _every_layer, True),
     )
 }

@@ -1,0 +1,121 @@
+"""Whole deployments of one checkpoint: one unsplit server, or an FFN and an Attention server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from afd_shim.testing.checkpoints import Checkpoint
+from afd_shim.testing.servers import Server, core_of_rank, free_port, start_server
+
+__all__ = ["INSPECTION", "Split", "afd_config", "start_split", "start_unsplit"]
+
+INSPECTION = "afd_shim.testing.worker_extension.Inspection"
+"""vLLM's `--worker-extension-cls` of every server started here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Two running servers, one per role; a context manager that stops them."""
+
+    attention: Server
+    ffn: Server
+
+    def __enter__(self) -> Split:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def servers(self) -> tuple[Server, Server]:
+        """Both servers."""
+        return self.attention, self.ffn
+
+    def wait_ready(self, timeout: float = 240.0) -> None:
+        """Wait until both answer; see `Server.wait_ready`."""
+        for server in self.servers:
+            server.wait_ready(timeout)
+
+    def stop(self) -> None:
+        """End both, Attention first, as an operator would."""
+        for server in self.servers:
+            server.stop()
+
+
+def afd_config(
+    role: str, port: int, *, compute_gate_on_attention: bool = False, **more: object
+) -> dict[str, dict[str, object]]:
+    """The `--additional-config` of a role: one Attention and one FFN rank on this machine."""
+    return {
+        "afd": {
+            "role": role,
+            "connector": "TcpAFDConnector",
+            "host": "127.0.0.1",
+            "port": port,
+            "num_attention_ranks": 1,
+            "num_ffn_ranks": 1,
+            "compute_gate_on_attention": compute_gate_on_attention,
+            **more,
+        }
+    }
+
+
+def start_unsplit(
+    checkpoint: Checkpoint,
+    log_dir: Path,
+    *,
+    name: str = "unsplit",
+    core: int = 0,
+    eager: bool = True,
+    extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Server:
+    """Start stock vLLM, without an `afd` configuration."""
+    return start_server(
+        name,
+        checkpoint.path,
+        log_dir=log_dir,
+        core=core_of_rank(core),
+        eager=eager,
+        dtype=checkpoint.dtype,
+        extra_args=("--worker-extension-cls", INSPECTION, *extra_args),
+        env=env,
+    )
+
+
+def start_split(
+    checkpoint: Checkpoint,
+    log_dir: Path,
+    *,
+    compute_gate_on_attention: bool = False,
+    eager: bool = True,
+    extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Split:
+    """Start both roles at once, each on a core of its own."""
+    port = free_port()
+
+    def start(role: str, core: int) -> Server:
+        return start_server(
+            role,
+            checkpoint.path,
+            log_dir=log_dir,
+            additional_config=afd_config(role, port, compute_gate_on_attention=compute_gate_on_attention),
+            core=core_of_rank(core),
+            eager=eager,
+            dtype=checkpoint.dtype,
+            extra_args=("--worker-extension-cls", INSPECTION, *extra_args),
+            env=env,
+        )
+
+    ffn = start("ffn", 1)
+    try:
+        return Split(attention=start("attention", 0), ffn=ffn)
+    except BaseException:
+        ffn.stop()
+        raise
