@@ -86,9 +86,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: str
     """Of the hidden states and of the reply: "bfloat16", "float16" or "float32"."""
 
-    router_logits_dtype: str = ""
-    """What the gate produces, where it is known; "" on a role that does not own the gate."""
-
     gate_on_attention: bool
     """Attention applies the gate: router logits travel with the hidden states."""
 

@@ -15,19 +15,31 @@ class Rows:
     """Room for `max_rows` rows of hidden states, and of router logits where they travel."""
 
     def __init__(self, agreement: Agreement, device: torch.device, *, pinned: bool = False) -> None:
-        dtype: torch.dtype = getattr(torch, agreement.dtype)
+        self._agreement = agreement
         self.hidden = torch.empty(
-            agreement.max_rows, agreement.hidden_size, dtype=dtype, device=device, pin_memory=pinned
+            agreement.max_rows,
+            agreement.hidden_size,
+            dtype=getattr(torch, agreement.dtype),
+            device=device,
+            pin_memory=pinned,
+        )
+        self.logits_memory = torch.empty(
+            agreement.max_rows * agreement.num_experts * 4,
+            dtype=torch.uint8,
+            device=device,
+            pin_memory=pinned,
         )
         self.logits: torch.Tensor | None = None
-        if agreement.num_experts:
-            self.logits = torch.empty(
-                agreement.max_rows,
-                agreement.num_experts,
-                dtype=getattr(torch, agreement.router_logits_dtype),
-                device=device,
-                pin_memory=pinned,
-            )
+
+    def use_logits(self, dtype: str) -> None:
+        """Make `logits` what router logits of `dtype` need; None for ""."""
+        self.logits = self._logits_at(0, self._agreement.max_rows, dtype) if dtype else None
+
+    def _logits_at(self, start: int, rows: int, dtype: str) -> torch.Tensor:
+        """`rows` rows of router logits, from byte `start` of their memory."""
+        size = rows * self._agreement.logits_row_bytes(dtype)
+        flat = self.logits_memory[start : start + size].view(getattr(torch, dtype))
+        return flat.view(rows, self._agreement.num_experts)
 
     def copy_from(self, source: Rows, start: int, end: int, to: int) -> None:
         """Copy rows [start, end) of `source` to row `to` and on."""
@@ -47,28 +59,19 @@ class Request(Rows):
 
     def __init__(self, agreement: Agreement, *, pinned: bool) -> None:
         self._agreement = agreement
-        self._memory = torch.empty(
-            agreement.max_payload_bytes, dtype=torch.uint8, pin_memory=pinned
-        )
-        self.payload = writable_bytes(self._memory)
+        memory = torch.empty(agreement.max_payload_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.payload = writable_bytes(memory)
         rows, width = agreement.max_rows, agreement.hidden_size
-        self.hidden = (
-            self._memory[: rows * agreement.row_bytes]
-            .view(getattr(torch, agreement.dtype))
-            .view(rows, width)
-        )
+        flat = memory[: rows * agreement.row_bytes].view(getattr(torch, agreement.dtype))
+        self.hidden = flat.view(rows, width)
+        self.logits_memory = memory
         self.logits = None
 
-    def arrived(self, rows: int) -> None:
+    def arrived(self, rows: int, logits_dtype: str) -> None:
         """`rows` rows are complete: the router logits start right after them."""
-        agreed = self._agreement
-        if agreed.num_experts:
-            start = agreed.logits_offset(rows)
-            self.logits = (
-                self._memory[start : start + rows * agreed.logits_row_bytes]
-                .view(getattr(torch, agreed.router_logits_dtype))
-                .view(rows, agreed.num_experts)
-            )
+        if logits_dtype:
+            start = self._agreement.logits_offset(rows)
+            self.logits = self._logits_at(start, rows, logits_dtype)
 
 
 def make_batch(step: int, members: Sequence[Member], rows: Rows) -> Batch:

@@ -12,7 +12,7 @@ import msgspec
 
 from afd_shim.connectors.base import Hello
 from afd_shim.connectors.wire import Agreement
-from afd_shim.errors import FrameError, HandshakeError
+from afd_shim.errors import FrameError
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +48,6 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A random word that every data connection of this rendezvous must show."""
 
     attention_tp_size: int
-    router_logits_dtype: str
     ffn_endpoints: tuple[tuple[str, int], ...]
     """Host and port of FFN ranks 1, 2, ..."""
 
@@ -91,7 +90,7 @@ def decode(kind: type[M], body: bytes) -> M:
 _SAME_ON_ALL = {
     "protocol": "install the same afd-shim on both",
     "release": "install the same vLLM release on both",
-    "patch_digest": "install the same afd-shim and an unmodified vLLM on both (see `afd-shim doctor`)",
+    "patch_digest": "install the same afd-shim on both (`afd-shim doctor` shows what differs)",
     "model_fingerprint": "start both with the same model and revision",
     "num_experts": "start both with the same model",
     "hidden_size": "start both with the same model",
@@ -107,21 +106,13 @@ _SAME_ON_ALL = {
 def disagreements(ours: Hello, theirs: Hello) -> list[str]:
     """Every field in which a joining rank differs from FFN rank 0, with both values and a remedy.
 
-    Empty if the two can serve together. `router_logits_dtype` counts only where both know it, and
-    `max_num_tokens` may be smaller on Attention.
+    Empty if the two can serve together. `max_num_tokens` may be smaller on Attention.
     """
     found = [
         _line(field, ours, theirs, remedy)
         for field, remedy in _SAME_ON_ALL.items()
         if getattr(ours, field) != getattr(theirs, field)
     ]
-    if ours.router_logits_dtype and theirs.router_logits_dtype:
-        if ours.router_logits_dtype != theirs.router_logits_dtype:
-            found.append(
-                _line("router_logits_dtype", ours, theirs, "start both with the same model")
-            )
-    if theirs.role == "attention" and theirs.gate_on_attention and not theirs.router_logits_dtype:
-        found.append("router_logits_dtype: unknown on attention, which owns the gate")
     fits = (
         theirs.max_num_tokens <= ours.max_num_tokens
         if theirs.role == "attention"
@@ -155,19 +146,13 @@ def refusal(ours: Hello, theirs: Hello, found: list[str]) -> str:
     )
 
 
-def agree(ffn: Hello, *, num_groups: int, router_logits_dtype: str) -> Agreement:
-    """The bounds of every data frame, from an FFN rank's Hello and what Attention said.
-
-    Raises HandshakeError where Attention owns the gate and nobody knows its dtype.
-    """
-    if ffn.gate_on_attention and not router_logits_dtype:
-        raise HandshakeError("router_logits_dtype: unknown, though Attention owns the gate.")
+def agree(ffn: Hello, *, num_groups: int) -> Agreement:
+    """The bounds of every data frame, from an FFN rank's Hello."""
     return Agreement(
         max_rows=ffn.max_num_tokens,
         hidden_size=ffn.hidden_size,
         dtype=ffn.dtype,
         num_experts=ffn.num_experts if ffn.gate_on_attention else 0,
-        router_logits_dtype=router_logits_dtype if ffn.gate_on_attention else "",
         moe_layers=frozenset(ffn.moe_layers),
         reply=ffn.reply,
         num_groups=num_groups,

@@ -142,16 +142,17 @@ class Hub(Membership):
                 f"{peer} is already served (from {taken[0].address}); give every Attention server "
                 f"ranks of its own, and restart the FFN server too when restarting one"
             )
-        others = [join.hello for _, join in self._joined.values()]
-        for other in others:
-            if hello.role == other.role == "attention":
-                for field in ("attention_tp_size", "router_logits_dtype"):
-                    ours, theirs = getattr(other, field), getattr(hello, field)
-                    if ours != theirs:
-                        return (
-                            f"{field}: {theirs!r} on {peer}, {ours!r} on Attention rank "
-                            f"{other.rank}; start all Attention servers alike"
-                        )
+        for _, join in self._joined.values():
+            other = join.hello
+            if (
+                hello.role == other.role == "attention"
+                and hello.attention_tp_size != other.attention_tp_size
+            ):
+                return (
+                    f"attention_tp_size: {hello.attention_tp_size} on {peer}, "
+                    f"{other.attention_tp_size} on Attention rank {other.rank}; give all Attention "
+                    f"servers the same --tensor-parallel-size"
+                )
         if hello.role == "attention":
             try:
                 Topology(hello.num_attention_ranks, hello.num_ffn_ranks, hello.attention_tp_size)
@@ -177,7 +178,6 @@ class Hub(Membership):
         ready = Ready(
             session=secrets.token_hex(16),
             attention_tp_size=attention.attention_tp_size,
-            router_logits_dtype=attention.router_logits_dtype,
             ffn_endpoints=tuple(endpoints[rank] for rank in sorted(endpoints)),
         )
         self._establish(ready, self.hello)

@@ -199,11 +199,7 @@ class Membership(ABC):
         self.topology = Topology(
             self.hello.num_attention_ranks, self.hello.num_ffn_ranks, ready.attention_tp_size
         )
-        self.agreement = handshake.agree(
-            ffn,
-            num_groups=self.topology.num_groups,
-            router_logits_dtype=ready.router_logits_dtype,
-        )
+        self.agreement = handshake.agree(ffn, num_groups=self.topology.num_groups)
         with self._changed:
             self._session = ready.session
             self._changed.notify_all()

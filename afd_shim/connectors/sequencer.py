@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from afd_shim.connectors.base import ExchangeHeader, Member
+from afd_shim.connectors.base import Member
 from afd_shim.connectors.wire import PlanEntry
 
 
@@ -28,9 +28,9 @@ class Sequencer:
         self._arrived: deque[PlanEntry] = deque()
         self._step = 0
 
-    def arrive(self, group: int, header: ExchangeHeader) -> None:
-        """A request of `group` (at most one at a time) is complete."""
-        self._arrived.append(PlanEntry(group, header))
+    def arrive(self, entry: PlanEntry) -> None:
+        """A request of a group (at most one of it at a time) is complete."""
+        self._arrived.append(entry)
 
     def next_plan(self) -> Plan | None:
         """The batch of the oldest request, with all later ones of its (layer, stage) that fit.
@@ -40,30 +40,30 @@ class Sequencer:
         arrived = self._arrived
         if not arrived:
             return None
-        if len(arrived) == 1:
-            entries = [arrived.popleft()]
-        else:
-            entries = self._take_alike()
+        entries = [arrived.popleft()] if len(arrived) == 1 else self._take_alike()
         plan = Plan(self._step, tuple(entries))
         if any(entry.header.last_layer for entry in entries):
             self._step += 1
         return plan
 
     def _take_alike(self) -> list[PlanEntry]:
-        oldest = self._arrived[0].header
+        oldest = self._arrived[0]
         room = self._max_rows
         taken: list[PlanEntry] = []
         left: deque[PlanEntry] = deque()
         for entry in self._arrived:
-            header = entry.header
-            alike = header.layer == oldest.layer and header.stage == oldest.stage
-            if alike and header.rows <= room:
+            if _kind(entry) == _kind(oldest) and entry.header.rows <= room:
                 taken.append(entry)
-                room -= header.rows
+                room -= entry.header.rows
             else:
                 left.append(entry)
         self._arrived = left
         return taken
+
+
+def _kind(entry: PlanEntry) -> tuple[int, int, str]:
+    """What requests must have in common to run together."""
+    return entry.header.layer, entry.header.stage, entry.logits_dtype
 
 
 def place(entries: Sequence[PlanEntry]) -> tuple[Member, ...]:
@@ -71,7 +71,7 @@ def place(entries: Sequence[PlanEntry]) -> tuple[Member, ...]:
     real = 0
     padding = sum(entry.header.real_rows for entry in entries)
     members = []
-    for group, header in entries:
+    for group, header, _ in entries:
         members.append(Member(group, header, real, padding))
         real += header.real_rows
         padding += header.rows - header.real_rows

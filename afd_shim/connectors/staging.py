@@ -1,4 +1,4 @@
-"""Tensors as bytes that a socket reads and fills: in place on CPU, through pinned memory on CUDA."""
+"""Tensors as bytes that a socket reads and fills: in place on CPU, through pinned ones on CUDA."""
 
 from __future__ import annotations
 

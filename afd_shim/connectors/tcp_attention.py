@@ -20,9 +20,10 @@ from afd_shim.connectors.joiner import HUB, Joiner
 from afd_shim.connectors.membership import peer_name
 from afd_shim.connectors.staging import InPlace, Staging, staging_for
 from afd_shim.connectors.topology import check_rank
-from afd_shim.connectors.wire import EXCHANGE, Agreement, ExchangeCodec, Kind, check_header
+from afd_shim.connectors.wire import DTYPES, EXCHANGE, Agreement, ExchangeCodec, Kind, check_header
 from afd_shim.errors import FrameError, PeerLostError, TransportError
 
+_DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 _PADDING = memoryview(bytes(16))
 
 
@@ -61,9 +62,6 @@ class TcpAttentionConnector(AttentionConnector):
         self._codec = ExchangeCodec(agreement)
         self._staging = staging_for(self._device, agreement.max_payload_bytes)
         self._dtype: torch.dtype = getattr(torch, agreement.dtype)
-        self._logits_dtype: torch.dtype | None = (
-            getattr(torch, agreement.router_logits_dtype) if agreement.num_experts else None
-        )
         topology = self._members.topology
         rank = self._members.hello.rank
         self._fed = [
@@ -82,7 +80,8 @@ class TcpAttentionConnector(AttentionConnector):
         self._check(header, hidden_states, router_logits)
         self._in_flight = header
         with self._io:
-            payload = self._codec.encode(self._frame, Kind.REQUEST, header)
+            logits_dtype = "" if router_logits is None else _DTYPE_NAMES[router_logits.dtype]
+            payload = self._codec.encode(self._frame, Kind.REQUEST, header, logits_dtype)
             if router_logits is None:
                 views = [memoryview(self._frame), *self._staging.outgoing((hidden_states,))]
             else:
@@ -126,7 +125,7 @@ class TcpAttentionConnector(AttentionConnector):
             if got < EXCHANGE.size:
                 recv_rest(sock, views[:1], got, EXCHANGE.size)
                 got = EXCHANGE.size
-            answer = self._codec.decode(self._answer, Kind.REPLY)
+            answer, _ = self._codec.decode(self._answer, Kind.REPLY)
             if answer != header:
                 raise FrameError(f"{HUB} answered {answer} to {header}; restart both servers.")
             recv_rest(sock, views, got, size)
@@ -160,12 +159,13 @@ class TcpAttentionConnector(AttentionConnector):
         self._check_rows(
             "hidden_states", hidden_states, header.rows, agreed.hidden_size, self._dtype
         )
-        if (router_logits is None) != (self._logits_dtype is None):
+        if (router_logits is None) != (agreed.num_experts == 0):
             raise ValueError("router_logits travel exactly where Attention owns the gate.")
-        if router_logits is not None and self._logits_dtype is not None:
-            self._check_rows(
-                "router_logits", router_logits, header.rows, agreed.num_experts, self._logits_dtype
-            )
+        if router_logits is not None:
+            dtype = router_logits.dtype
+            if dtype not in _DTYPE_NAMES:
+                raise ValueError(f"router_logits: {dtype}; only {list(_DTYPE_NAMES)} travel.")
+            self._check_rows("router_logits", router_logits, header.rows, agreed.num_experts, dtype)
 
     def _check_rows(
         self, what: str, tensor: torch.Tensor, rows: int, width: int, dtype: torch.dtype

@@ -30,9 +30,7 @@ class Follower:
         self._gap = bytearray(16)
         self._host = Rows(agreement, torch.device("cpu"), pinned=device.type == "cuda")
         self._hidden_bytes = writable_bytes(self._host.hidden)
-        self._logits_bytes = (
-            None if self._host.logits is None else writable_bytes(self._host.logits)
-        )
+        self._logits_bytes = writable_bytes(self._host.logits_memory)
         self._rows = self._host
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -55,14 +53,17 @@ class Follower:
         if self._copied is not None:
             # The previous copy may still read the host rows that the sockets are about to fill.
             self._copied.synchronize()
+        logits_dtype = entries[0].logits_dtype
+        self._host.use_logits(logits_dtype)
+        self._rows.use_logits(logits_dtype)
         for member in members:
-            self._receive(member)
+            self._receive(member, logits_dtype)
         if self._copied is not None:
             self._rows.copy_from(self._host, 0, sum(m.header.rows for m in members), 0)
             self._copied.record(torch.cuda.current_stream(self._device))
         return make_batch(step, members, self._rows)
 
-    def _receive(self, member: Member) -> None:
+    def _receive(self, member: Member, logits_dtype: str) -> None:
         """One request's rows, straight to their places in the batch."""
         group, header, first_real, first_padding = member
         spans = (
@@ -72,12 +73,12 @@ class Follower:
         views = [memoryview(self._frame)]
         width = self._agreement.row_bytes
         views += [self._hidden_bytes[start * width : end * width] for start, end in spans]
-        if self._logits_bytes is not None:
+        if logits_dtype:
             gap = self._agreement.logits_offset(header.rows) - header.rows * width
-            width = self._agreement.logits_row_bytes
+            width = self._agreement.logits_row_bytes(logits_dtype)
             views.append(memoryview(self._gap)[:gap])
             views += [self._logits_bytes[start * width : end * width] for start, end in spans]
-        size = EXCHANGE.size + self._codec.payload_bytes(Kind.REQUEST, header.rows)
+        size = EXCHANGE.size + self._codec.payload_bytes(header.rows, logits_dtype)
         peer = peer_name(
             "attention", self._members.topology.sender(group, self._members.hello.rank)
         )
@@ -88,7 +89,7 @@ class Follower:
                 raise TransportError(f"{self._members.name} was closed.") from error
             raise self._members.lost(peer) from error
         found = self._codec.decode(self._frame, Kind.REQUEST)
-        if found != header:
+        if found != (header, logits_dtype):
             raise FrameError(
                 f"{peer} sent {found}, but FFN rank 0 planned {header}; restart all servers."
             )

@@ -13,7 +13,7 @@ from afd_shim.connectors.framing import ConnectionEnded, recv_some, send_all
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.sequencer import Plan, Sequencer, place
 from afd_shim.connectors.staging import staging_for
-from afd_shim.connectors.wire import EXCHANGE, ExchangeCodec, Kind, PlanCodec
+from afd_shim.connectors.wire import EXCHANGE, ExchangeCodec, Kind, PlanCodec, PlanEntry
 from afd_shim.errors import FrameError
 
 
@@ -28,6 +28,7 @@ class _Link:
         self.frame = bytearray(EXCHANGE.size)
         self.views = [memoryview(self.frame), request.payload]
         self.header: ExchangeHeader | None = None
+        self.logits_dtype = ""
         self.got = 0
         self.size = 0
 
@@ -86,18 +87,18 @@ class Leader:
             return
         try:
             if link.header is None and link.got >= EXCHANGE.size:
-                link.header = self._codec.decode(link.frame, Kind.REQUEST)
+                link.header, link.logits_dtype = self._codec.decode(link.frame, Kind.REQUEST)
                 link.size = EXCHANGE.size + self._codec.payload_bytes(
-                    Kind.REQUEST, link.header.rows
+                    link.header.rows, link.logits_dtype
                 )
             if link.header is not None and link.got > link.size:
                 raise FrameError("a second request came before the first was answered.")
         except FrameError as error:
             raise FrameError(f"{link.peer}: {error} Restart both servers.") from error
         if link.header is not None and link.got == link.size:
-            link.request.arrived(link.header.rows)
+            link.request.arrived(link.header.rows, link.logits_dtype)
             self._stats.bytes_received += link.size
-            self._sequencer.arrive(link.group, link.header)
+            self._sequencer.arrive(PlanEntry(link.group, link.header, link.logits_dtype))
             link.header = None
             link.got = 0
 
@@ -113,6 +114,7 @@ class Leader:
         members = place(plan.entries)
         if len(members) == 1 and not self._on_device:
             return make_batch(plan.step, members, self._by_group[members[0].group].request)
+        self._merged.use_logits(plan.entries[0].logits_dtype)
         for group, header, first_real, first_padding in members:
             source = self._by_group[group].request
             self._merged.copy_from(source, 0, header.real_rows, first_real)

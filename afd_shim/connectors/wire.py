@@ -24,8 +24,8 @@ EXCHANGE: Final = struct.Struct("<4sBBHQQIHBBIIIIBB14x")
 """The prefix, then step, layer, stage, flags, reply, rows, real_rows, hidden_size, experts, dtype,
 router logits' dtype, zeros: 64 bytes before the payload of a REQUEST or a REPLY."""
 
-PLAN_HEAD: Final = struct.Struct("<4sBBHQQIHBBII24x")
-"""The prefix, then step, layer, stage, flags, reply, number of members, number of entries, zeros."""
+PLAN_HEAD: Final = struct.Struct("<4sBBHQQIHBBIIB23x")
+"""The prefix, then step, layer, stage, flags, reply, members, entries, logits' dtype, zeros."""
 
 PLAN_ENTRY: Final = struct.Struct("<QIIIB3x")
 """One member of a plan: its own step, group, rows, real_rows, flags."""
@@ -60,12 +60,14 @@ class DType(NamedTuple):
 DTYPES: Final = {"bfloat16": DType(1, 2), "float16": DType(2, 2), "float32": DType(3, 4)}
 """The dtypes that travel, by torch's name."""
 
+_DTYPE_NAMES: Final = {0: "", **{dtype.code: name for name, dtype in DTYPES.items()}}
+
 _DUMMY: Final = 1
 _LAST_LAYER: Final = 2
 
 
 def dtype_named(name: str) -> DType:
-    """The wire's code and item size in bytes of torch dtype `name`; FrameError if it cannot travel."""
+    """The wire's code and item size in bytes of torch dtype `name`; FrameError for any other."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -85,9 +87,6 @@ class Agreement:
     num_experts: int
     """Width of the router logits that travel; 0 where FFN owns the gate."""
 
-    router_logits_dtype: str
-    """"" where FFN owns the gate."""
-
     moe_layers: frozenset[int]
     reply: Reply
     num_groups: int
@@ -97,17 +96,14 @@ class Agreement:
         """Bytes of one row of hidden states."""
         return self.hidden_size * dtype_named(self.dtype).itemsize
 
-    @property
-    def logits_row_bytes(self) -> int:
-        """Bytes of one row of router logits; 0 where none travel."""
-        if self.num_experts == 0:
-            return 0
-        return self.num_experts * dtype_named(self.router_logits_dtype).itemsize
+    def logits_row_bytes(self, dtype: str) -> int:
+        """Bytes of one row of router logits of `dtype`; 0 for ""."""
+        return self.num_experts * dtype_named(dtype).itemsize if dtype else 0
 
     @property
     def max_payload_bytes(self) -> int:
         """Bytes of the largest request's payload."""
-        return self.logits_offset(self.max_rows) + self.max_rows * self.logits_row_bytes
+        return self.logits_offset(self.max_rows) + self.max_rows * self.num_experts * 4
 
     def logits_offset(self, rows: int) -> int:
         """Where the router logits start in a payload of `rows` rows."""
@@ -155,27 +151,29 @@ def encode_control(kind: Kind, body: bytes) -> bytes:
 
 
 class ExchangeCodec:
-    """Packs and checks the 64-byte headers of one connection's requests and replies."""
+    """Packs and checks the 64-byte headers of one connection's requests and replies.
+
+    A request says what dtype its router logits have ("" where none travel): gates of one model may
+    differ, and only applying one tells.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._dtype = dtype_named(agreement.dtype).code
         self._row_bytes = agreement.row_bytes
-        self._logits_row_bytes = agreement.logits_row_bytes
-        self._logits_dtype = (
-            dtype_named(agreement.router_logits_dtype).code if agreement.num_experts else 0
-        )
 
-    def payload_bytes(self, kind: Kind, rows: int) -> int:
-        """Bytes that follow the header of a REQUEST or REPLY of `rows` rows."""
-        if kind is Kind.REQUEST and self._logits_row_bytes:
-            return self._agreement.logits_offset(rows) + rows * self._logits_row_bytes
-        return rows * self._row_bytes
+    def payload_bytes(self, rows: int, logits_dtype: str = "") -> int:
+        """Bytes that follow the header of an exchange of `rows` rows."""
+        if not logits_dtype:
+            return rows * self._row_bytes
+        agreed = self._agreement
+        return agreed.logits_offset(rows) + rows * agreed.logits_row_bytes(logits_dtype)
 
-    def encode(self, buffer: bytearray, kind: Kind, header: ExchangeHeader) -> int:
+    def encode(
+        self, buffer: bytearray, kind: Kind, header: ExchangeHeader, logits_dtype: str = ""
+    ) -> int:
         """Pack `header` into `buffer` (64 bytes); return the payload's bytes."""
-        payload = self.payload_bytes(kind, header.rows)
-        logits = kind is Kind.REQUEST
+        payload = self.payload_bytes(header.rows, logits_dtype)
         EXCHANGE.pack_into(
             buffer,
             0,
@@ -192,14 +190,16 @@ class ExchangeCodec:
             header.rows,
             header.real_rows,
             self._agreement.hidden_size,
-            self._agreement.num_experts if logits else 0,
+            self._agreement.num_experts if logits_dtype else 0,
             self._dtype,
-            self._logits_dtype if logits else 0,
+            dtype_named(logits_dtype).code if logits_dtype else 0,
         )
         return payload
 
-    def decode(self, buffer: bytes | bytearray | memoryview, kind: Kind) -> ExchangeHeader:
-        """Read and check a header; FrameError names the first field outside the agreement."""
+    def decode(
+        self, buffer: bytes | bytearray | memoryview, kind: Kind
+    ) -> tuple[ExchangeHeader, str]:
+        """(header, router logits' dtype); FrameError names the first field not agreed on."""
         (
             magic,
             version,
@@ -216,40 +216,55 @@ class ExchangeCodec:
             hidden_size,
             experts,
             dtype,
-            logits_dtype,
+            logits_code,
         ) = EXCHANGE.unpack_from(buffer)
         agreed = self._agreement
         if magic != MAGIC or version != PROTOCOL_VERSION:
             raise FrameError(f"not a frame of this protocol: it starts with {bytes(buffer[:8])!r}.")
-        logits = kind is Kind.REQUEST
+        experts_agreed = agreed.num_experts if kind is Kind.REQUEST else 0
         _expect("kind", found, kind)
         _expect("hidden size", hidden_size, agreed.hidden_size)
         _expect("dtype", dtype, self._dtype)
-        _expect("router logits' width", experts, agreed.num_experts if logits else 0)
-        _expect("router logits' dtype", logits_dtype, self._logits_dtype if logits else 0)
+        _expect("router logits' width", experts, experts_agreed)
         _expect("reply kind", reply, agreed.reply)
+        logits_dtype = _logits_dtype(logits_code, experts_agreed)
         if rows > agreed.max_rows:
             raise FrameError(f"rows: {rows}, but at most {agreed.max_rows} were agreed.")
-        header = ExchangeHeader(
-            step,
-            layer,
-            stage,
-            rows,
-            real_rows,
-            agreed.reply,
-            bool(flags & _DUMMY),
-            bool(flags & _LAST_LAYER),
-        )
-        check_header(header, agreed)
-        _expect("length", body_bytes, EXCHANGE.size - PREFIX.size + self.payload_bytes(kind, rows))
-        return header
+        header = _header(agreed, step, layer, stage, rows, real_rows, flags)
+        length = EXCHANGE.size - PREFIX.size + self.payload_bytes(rows, logits_dtype)
+        _expect("length", body_bytes, length)
+        return header, logits_dtype
+
+
+def _header(
+    agreed: Agreement, step: int, layer: int, stage: int, rows: int, real_rows: int, flags: int
+) -> ExchangeHeader:
+    header = ExchangeHeader(
+        step,
+        layer,
+        stage,
+        rows,
+        real_rows,
+        agreed.reply,
+        bool(flags & _DUMMY),
+        bool(flags & _LAST_LAYER),
+    )
+    check_header(header, agreed)
+    return header
+
+
+def _logits_dtype(code: int, experts: int) -> str:
+    name = _DTYPE_NAMES.get(code)
+    if name is None or bool(name) != bool(experts):
+        raise FrameError(f"router logits' dtype: code {code}, with {experts} experts agreed.")
+    return name
 
 
 def check_header(header: ExchangeHeader, agreed: Agreement) -> None:
     """FrameError unless `header` describes an exchange that was agreed on."""
     if header.layer not in agreed.moe_layers:
         raise FrameError(
-            f"layer: {header.layer} is not one of the {len(agreed.moe_layers)} MoE layers agreed on."
+            f"layer: {header.layer} is none of the {len(agreed.moe_layers)} MoE layers agreed on."
         )
     if header.stage >= MAX_STAGES:
         raise FrameError(f"stage: {header.stage}, but at most {MAX_STAGES} exist.")
@@ -269,6 +284,8 @@ class PlanEntry(NamedTuple):
 
     group: int
     header: ExchangeHeader
+    logits_dtype: str = ""
+    """The router logits'; "" where none travel."""
 
 
 class PlanCodec:
@@ -279,7 +296,7 @@ class PlanCodec:
         self.size = PLAN_HEAD.size + agreement.num_groups * PLAN_ENTRY.size
 
     def encode(self, step: int, entries: Sequence[PlanEntry]) -> bytearray:
-        """A PLAN frame for the batch of `entries` (not empty, one layer and stage)."""
+        """A PLAN frame for the batch of `entries`: not empty, alike in layer, stage and dtype."""
         frame = bytearray(self.size)
         first = entries[0].header
         PLAN_HEAD.pack_into(
@@ -297,9 +314,10 @@ class PlanCodec:
             first.reply,
             len(entries),
             self._agreement.num_groups,
+            dtype_named(entries[0].logits_dtype).code if entries[0].logits_dtype else 0,
         )
         offset = PLAN_HEAD.size
-        for group, header in entries:
+        for group, header, _ in entries:
             flags = (_DUMMY if header.dummy else 0) | (_LAST_LAYER if header.last_layer else 0)
             PLAN_ENTRY.pack_into(
                 frame, offset, header.step, group, header.rows, header.real_rows, flags
@@ -309,9 +327,21 @@ class PlanCodec:
 
     def decode(self, frame: bytes | bytearray | memoryview) -> tuple[int, list[PlanEntry]]:
         """(step, members) of a PLAN frame; FrameError names the first field that is wrong."""
-        (magic, version, kind, _, body_bytes, step, layer, stage, _, reply, count, entries) = (
-            PLAN_HEAD.unpack_from(frame)
-        )
+        (
+            magic,
+            version,
+            kind,
+            _,
+            body_bytes,
+            step,
+            layer,
+            stage,
+            _,
+            reply,
+            count,
+            entries,
+            code,
+        ) = PLAN_HEAD.unpack_from(frame)
         agreed = self._agreement
         if magic != MAGIC or version != PROTOCOL_VERSION:
             raise FrameError(f"not a frame of this protocol: it starts with {bytes(frame[:8])!r}.")
@@ -321,23 +351,14 @@ class PlanCodec:
         _expect("reply kind", reply, agreed.reply)
         if not 1 <= count <= agreed.num_groups:
             raise FrameError(f"members: {count} of {agreed.num_groups} Attention groups.")
+        logits_dtype = _logits_dtype(code, agreed.num_experts)
         members = []
         offset = PLAN_HEAD.size
         for _ in range(count):
             own_step, group, rows, real_rows, flags = PLAN_ENTRY.unpack_from(frame, offset)
             offset += PLAN_ENTRY.size
-            header = ExchangeHeader(
-                own_step,
-                layer,
-                stage,
-                rows,
-                real_rows,
-                agreed.reply,
-                bool(flags & _DUMMY),
-                bool(flags & _LAST_LAYER),
-            )
-            check_header(header, agreed)
-            members.append(PlanEntry(group, header))
+            header = _header(agreed, own_step, layer, stage, rows, real_rows, flags)
+            members.append(PlanEntry(group, header, logits_dtype))
         groups = {member.group for member in members}
         if len(groups) != count or max(groups) >= agreed.num_groups:
             raise FrameError(f"members: groups {[m.group for m in members]} are not distinct ones.")
