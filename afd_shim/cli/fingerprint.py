@@ -22,10 +22,10 @@ def fingerprint(
     """Write a release's row into the compat matrix, from its source; review the change before committing it."""
     from dataclasses import replace
 
-    from afd_shim.activation import load_set
     from afd_shim.cli.source import find_source
     from afd_shim.compat import Matrix, Row
     from afd_shim.engine import SourceTree
+    from afd_shim.selection import load_set
 
     release = find_source(vllm_root)
     if release.base != write or release.package is None:
@@ -37,7 +37,7 @@ def fingerprint(
         typer.echo(f"There is no row {like or write} to copy the patch sets from. Give one with --like.", err=True)
         raise typer.Exit(2)
     lanes = model.lanes if write in matrix.rows else ("static",)
-    row = Row(write, model.requires_python, lanes, model.sets, {}, {})
+    row = Row(write, release.requires_python or model.requires_python, lanes, model.sets, {}, {})
     tree = SourceTree(release.package)
     targets = {
         target.symbol: target for name in row.sets for patch in load_set(row, name) for target in patch.targets

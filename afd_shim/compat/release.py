@@ -65,6 +65,8 @@ class Release:
     package: Path | None = None
     #: What else a person should know.
     note: str = ""
+    #: The Python versions its metadata asks for, empty when there is none.
+    requires_python: str = ""
 
     @property
     def row(self) -> str | None:
@@ -105,8 +107,7 @@ def probe() -> Release:
     written = _written_version(package)
     versions = {Version(owner.version).public: owner for owner in owners if _is_version(owner.version)}
     if len(versions) == 1:
-        owner = next(iter(versions.values()))
-        return Release(_state(owner.version), owner.version, owner.metadata["Name"], package)
+        return _release(next(iter(versions.values())), package)
     if len(versions) > 1:
         names = " and ".join(f"{owner.metadata['Name']} {owner.version}" for owner in versions.values())
         note = f"{names} are installed over each other; uninstall both and install one"
@@ -124,11 +125,15 @@ def release_of_tree(package: Path) -> Release:
     """Name an unpacked package that is not installed: by the metadata beside it, else by its `_version.py`."""
     for info in sorted(package.parent.glob("vllm*.dist-info")):
         if _owns(info):
-            distribution = metadata.PathDistribution(info)
-            version = distribution.version
-            return Release(_state(version), version, distribution.metadata["Name"], package)
+            return _release(metadata.PathDistribution(info), package)
     written = _written_version(package)
     return Release(_state(written), written, package=package, note="there is no distribution metadata beside it")
+
+
+def _release(distribution: metadata.Distribution, package: Path) -> Release:
+    version, data = distribution.version, distribution.metadata
+    requires_python = data["Requires-Python"] if "Requires-Python" in data else ""
+    return Release(_state(version), version, data["Name"], package, requires_python=requires_python)
 
 
 def _find_package() -> tuple[Path | None, str]:

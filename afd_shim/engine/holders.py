@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Collection, Iterable, Iterator
+from types import CellType, FunctionType, ModuleType
 
 __all__ = ["Alias", "find_aliases", "find_hidden_holders", "find_instances"]
 
@@ -41,50 +41,72 @@ def find_hidden_holders(package: str, symbols: Collection[object]) -> dict[int, 
     """Find what under `package` holds a symbol where no rebinding reaches it.
 
     Looked at, in every module of the package: the attributes of classes, the defaults and
-    closures of functions, `functools.partial` objects and one level of dicts, lists and tuples.
+    closures of functions and methods, `functools.partial` objects and one level of dicts, lists
+    and tuples.
 
     Returns:
         For the `id` of each symbol, descriptions of its holders.
     """
     wanted: dict[int, list[str]] = {id(symbol): [] for symbol in symbols}
+    ids = set(wanted)
     for module in _modules(package):
         for name, value in list(vars(module).items()):
-            if getattr(value, "__module__", module.__name__) != module.__name__:
-                continue  # Defined elsewhere, and looked at there.
-            for held, how in _held(value):
-                holders = wanted.get(id(held))
-                if holders is not None:
-                    holders.append(f"{module.__name__}:{name} ({how})")
+            # A worker process has 50 000 such values: the loops over them stay in C.
+            for held, how in _held(value, module.__name__):
+                if not ids.isdisjoint(map(id, held)):
+                    for item in held:
+                        if id(item) in ids:
+                            wanted[id(item)].append(f"{module.__name__}:{name} ({how})")
     return wanted
 
 
-def _held(value: object) -> Iterator[tuple[object, str]]:
+_Held = Iterable[tuple[Collection[object], str]]
+
+
+def _held(value: object, module: str) -> _Held:
+    if type(value) is FunctionType:
+        # What is defined elsewhere is looked at there.
+        return _held_by_function(value) if value.__module__ == module else ()
     if isinstance(value, type):
-        for name, attribute in list(vars(value).items()):
-            # A method is held by its class by right; a module-level symbol is not.
-            yield attribute, f"class attribute {name}"
-            if isinstance(attribute, FunctionType):
-                yield from _held_by_function(attribute)
-    elif isinstance(value, FunctionType):
-        yield from _held_by_function(value)
-    elif isinstance(value, functools.partial):
-        yield value.func, "functools.partial"
-    elif isinstance(value, Mapping):
-        for item in list(value.values()):
-            yield item, "a mapping's value"
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for item in list(value):
-            yield item, "a sequence's item"
+        return _held_by_class(value) if value.__module__ == module else ()
+    if isinstance(value, functools.partial):
+        return [((value.func,), "functools.partial")]
+    if isinstance(value, dict):
+        return [(list(value.values()), "a dict's value")]
+    if isinstance(value, (list, tuple)):
+        return [(list(value), "a sequence's item")]
+    return ()
 
 
-def _held_by_function(function: FunctionType) -> Iterator[tuple[object, str]]:
-    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield default, f"default argument of {function.__name__}"
-    for cell in function.__closure__ or ():
+def _held_by_class(cls: type) -> _Held:
+    attributes = vars(cls)
+    # A method is held by its class by right; a module-level symbol is not.
+    held: list[tuple[Collection[object], str]] = [(list(attributes.values()), f"attribute of {cls.__name__}")]
+    for attribute in attributes.values():
+        if type(attribute) is FunctionType:
+            held += _held_by_function(attribute)
+    return held
+
+
+def _held_by_function(function: FunctionType) -> list[tuple[Collection[object], str]]:
+    held: list[tuple[Collection[object], str]] = []
+    if function.__defaults__ is not None:
+        held.append((function.__defaults__, f"default argument of {function.__name__}"))
+    if function.__kwdefaults__ is not None:
+        held.append((list(function.__kwdefaults__.values()), f"default argument of {function.__name__}"))
+    if function.__closure__ is not None:
+        held.append((_contents(function.__closure__), f"closure of {function.__name__}"))
+    return held
+
+
+def _contents(closure: tuple[CellType, ...]) -> list[object]:
+    contents: list[object] = []
+    for cell in closure:
         try:
-            yield cell.cell_contents, f"closure of {function.__name__}"
+            contents.append(cell.cell_contents)
         except ValueError:
             continue  # An empty cell holds nothing.
+    return contents
 
 
 def find_instances(cls: type) -> int:

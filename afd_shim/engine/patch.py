@@ -67,6 +67,8 @@ class Patch:
             raise refuse("the name must be an identifier")
         if self.strategy not in _STRATEGIES:
             raise refuse(f"strategy {self.strategy!r} does not exist, use one of {sorted(_STRATEGIES)}")
+        if self.strategy == "replace" and self.target.kind == "value":
+            raise refuse("a value is a seam: its holders cannot be found by identity")
         if self.strategy == "wrap" and self.target.kind in ("class", "property", "value"):
             raise refuse(f"a {self.target.kind} is replaced, never wrapped: a proxy changes its type")
         if self.strategy == "wrap" and self.traced:

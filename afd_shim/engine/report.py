@@ -40,6 +40,11 @@ class Outcome(str, enum.Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def good(self) -> bool:
+        """True when nothing is missing: the patch is in force, or the user left it out."""
+        return self in (Outcome.APPLIED, Outcome.SHADOWED, Outcome.SKIPPED)
+
 
 @final
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True when every patch is in force (or was left out by the user's choice)."""
-        return all(patch.outcome in _GOOD for patch in self.patches)
+        """True when every patch is in force, or was left out by the user's choice."""
+        return all(patch.outcome.good for patch in self.patches)
 
     def count(self, outcome: Outcome) -> int:
         """Count the patches with one outcome."""
@@ -101,6 +106,3 @@ class Report:
         fields = asdict(self)
         fields["patches"] = [{**asdict(patch), "outcome": patch.outcome.value} for patch in self.patches]
         return fields
-
-
-_GOOD = frozenset({Outcome.APPLIED, Outcome.SKIPPED, Outcome.SHADOWED})
