@@ -1,7 +1,7 @@
 """Write a tiny random checkpoint, tokenizer included, that stock vLLM serves as it is.
 
-    checkpoint = write_checkpoint("deepseek-v2", Path("/tmp/model"))
-    # vllm serve /tmp/model
+checkpoint = write_checkpoint("deepseek-v2", Path("/tmp/model"))
+# vllm serve /tmp/model
 """
 
 from __future__ import annotations

@@ -43,6 +43,10 @@ SIZES: dict[str, Size] = {
 }
 
 
+def _every_layer(size: Size) -> list[int]:
+    return list(range(size.layers))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model family: how it is configured, what tensors it has, how its layers look."""
@@ -52,7 +56,7 @@ class Family:
     gate: GateKind
     config: Callable[[Size], Config]
     tensors: Callable[[Size], Iterator[TensorSpec]]
-    moe_layers: Callable[[Size], list[int]]
+    moe_layers: Callable[[Size], list[int]] = _every_layer
     can_tie_embeddings: bool = False  # whether vLLM's model honours `tie_word_embeddings`; the others ignore it
 
     @property
@@ -245,10 +249,6 @@ def _qwen3_moe_tensors(size: Size) -> Iterator[TensorSpec]:
         yield from _experts(f"{layer}.mlp", size)
 
 
-def _every_layer(size: Size) -> list[int]:
-    return list(range(size.layers))
-
-
 # --- Qwen3-Next: gated delta net and full attention, a shared expert with its own gate ----------
 _GDN_KEY_HEADS, _GDN_VALUE_HEADS, _GDN_HEAD, _GDN_CONV = 2, 4, 128, 4
 _FULL_ATTENTION_EVERY = 4
@@ -368,11 +368,51 @@ def _granitemoe_tensors(size: Size) -> Iterator[TensorSpec]:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("deepseek-v2", "DeepseekV2ForCausalLM", "runner", _deepseek_config, _deepseek_tensors, _after_first_dense),
-        Family("deepseek-v3", "DeepseekV3ForCausalLM", "runner", _deepseek_v3_config, _deepseek_v3_tensors, _after_first_dense),
-        Family("qwen3-moe", "Qwen3MoeForCausalLM", "runner", _qwen3_moe_config, _qwen3_moe_tensors, _every_layer, True),
-        Family("qwen3-next", "Qwen3NextForCausalLM", "runner", _qwen3_next_config, _qwen3_next_tensors, _every_layer),
-        Family("olmoe", "OlmoeForCausalLM", "external", _olmoe_config, _olmoe_tensors, _every_layer),
-        Family("granitemoe", "GraniteMoeForCausalLM", "external", _granitemoe_config, _granitemoe_tensors, _every_layer, True),
+        Family(
+            "deepseek-v2",
+            "DeepseekV2ForCausalLM",
+            "runner",
+            config=_deepseek_config,
+            tensors=_deepseek_tensors,
+            moe_layers=_after_first_dense,
+        ),
+        Family(
+            "deepseek-v3",
+            "DeepseekV3ForCausalLM",
+            "runner",
+            config=_deepseek_v3_config,
+            tensors=_deepseek_v3_tensors,
+            moe_layers=_after_first_dense,
+        ),
+        Family(
+            "qwen3-moe",
+            "Qwen3MoeForCausalLM",
+            "runner",
+            config=_qwen3_moe_config,
+            tensors=_qwen3_moe_tensors,
+            can_tie_embeddings=True,
+        ),
+        Family(
+            "qwen3-next",
+            "Qwen3NextForCausalLM",
+            "runner",
+            config=_qwen3_next_config,
+            tensors=_qwen3_next_tensors,
+        ),
+        Family(
+            "olmoe",
+            "OlmoeForCausalLM",
+            "external",
+            config=_olmoe_config,
+            tensors=_olmoe_tensors,
+        ),
+        Family(
+            "granitemoe",
+            "GraniteMoeForCausalLM",
+            "external",
+            config=_granitemoe_config,
+            tensors=_granitemoe_tensors,
+            can_tie_embeddings=True,
+        ),
     )
 }

@@ -41,8 +41,10 @@ class TensorSpec:
     def values(self, seed: int) -> npt.NDArray[np.float32]:
         """The tensor's values, float32, in `shape`."""
         rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
-        normal = rng.standard_normal(self.shape, dtype=np.float32)
-        return np.float32(self.mean) + np.float32(self.std) * normal
+        normal: npt.NDArray[np.float32] = rng.standard_normal(self.shape, dtype=np.float32)
+        normal *= np.float32(self.std)
+        normal += np.float32(self.mean)
+        return normal
 
     def nbytes(self, checkpoint_dtype: Dtype) -> int:
         """Bytes of this tensor in a checkpoint of that dtype."""
@@ -82,5 +84,5 @@ def _encode(values: npt.NDArray[np.float32], dtype: Dtype) -> bytes:
         return little.tobytes()
     # numpy has no bfloat16: keep the upper half of each float32, rounded to nearest even.
     bits = little.view("<u4")
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded: npt.NDArray[np.uint32] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.astype("<u2").tobytes()

@@ -62,7 +62,7 @@ def _count_reads() -> None:
     def safe_open(*args: Any, **kwargs: Any) -> _CountingFile:  # noqa: ANN401 - passed on as it is
         return _CountingFile(stock(*args, **kwargs))
 
-    weight_utils.safe_open = safe_open
+    weight_utils.safe_open = safe_open  # type: ignore[assignment,misc]  # a function in a class's place
 
 
 _count_reads()
@@ -96,5 +96,6 @@ class Inspection(Base):
         return {"zeroed": zeroed}
 
     def _moe_runners(self) -> Iterator[MoERunner]:
-        model = self.model_runner.get_model()
+        assert self.model_runner is not None  # asked after start-up
+        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[operator]  # typed as any Module
         return (module for module in model.modules() if isinstance(module, MoERunner))
