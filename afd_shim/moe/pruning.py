@@ -19,7 +19,14 @@ def drop_ffn_parts(root: nn.Module, layers: Collection[MoELayer]) -> None:
     What stands in their place is vLLM's `StageMissingLayer`: it raises when called, where an
     identity would pass its input through in silence.
     """
-    modules = {id(module) for layer in layers for module in layer.ffn_modules}
+    # Parts of a module may stand elsewhere too: Qwen3-Next registers the shared expert's gate twice.
+    modules = {
+        id(part)
+        for layer in layers
+        for module in layer.ffn_modules
+        for part in module.modules()
+        if any(True for _ in part.parameters())
+    }
     storages = {storage_key(tensor) for layer in layers for tensor in layer.ffn_tensors}
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
@@ -37,7 +44,7 @@ def keep_ffn_parts(root: nn.Module, layers: Collection[MoELayer]) -> None:
     around it goes (a score-correction bias on a gate that Attention owns) keeps its name in a bare
     holder, so that vLLM post-processes no half module.
     """
-    kept = {id(module) for layer in layers for module in layer.owned_by_ffn()}
+    kept = {id(part) for layer in layers for module in layer.owned_by_ffn() for part in module.modules()}
     storages = {storage_key(tensor) for layer in layers for tensor in layer.ffn_tensors}
     _keep(root, kept, storages)
 
