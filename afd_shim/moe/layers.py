@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-__all__ = ["FFN_MODULES", "FactoryCall", "GatePlacement", "MoELayer", "ffn_storages", "router_logits_dtype", "storage_key"]
+__all__ = ["FFN_MODULES", "FactoryCall", "GatePlacement", "MoELayer", "ffn_storages", "storage_key"]
 
 FFN_MODULES = ("shared_experts", "shared_expert_gate", "routed_input_transform", "routed_output_transform")
 """The factory's arguments that are modules of the FFN role whatever the gate's placement."""
@@ -83,41 +82,6 @@ class MoELayer:
         """The runner and every module the FFN owns."""
         yield self.runner
         yield from self.ffn_modules
-
-
-def router_logits_dtype(model: nn.Module, layer: MoELayer, hidden_size: int, dtype: torch.dtype) -> torch.dtype | None:
-    """Find out what the gate on Attention produces, by running it on one row of zeros.
-
-    A gate the model calls itself is reached through the module around the runner, with the runner
-    replaced for that call. A block that takes more than hidden states tells nothing; its logits are
-    then taken to have the model's dtype, and the connector refuses the first request if they do not.
-
-    Returns:
-        The dtype, or None where the FFN owns the gate and no logits travel.
-
-    """
-    if layer.gate == "ffn":
-        return None
-    row = torch.zeros(1, hidden_size, dtype=dtype, device=next(model.parameters()).device)
-    runner = layer.runner
-    if layer.gate == "attention":
-        return cast(torch.dtype, runner.gate(row)[0].dtype)
-    seen: list[torch.dtype] = []
-
-    def capture(hidden_states: torch.Tensor, router_logits: torch.Tensor, **_: object) -> torch.Tensor:
-        seen.append(router_logits.dtype)
-        return torch.zeros_like(hidden_states)
-
-    block = next(module for module in model.modules() if any(child is runner for child in module.children()))
-    parameters = list(inspect.signature(block.forward).parameters.values())
-    if sum(parameter.default is inspect.Parameter.empty for parameter in parameters) != 1:
-        return dtype
-    runner.forward = capture
-    try:
-        block(row)
-    finally:
-        del runner.forward
-    return seen[0] if seen else dtype
 
 
 def ffn_storages(layers: Iterable[MoELayer]) -> set[int]:

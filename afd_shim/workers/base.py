@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
 from afd_shim import activation, role
 from afd_shim.compat import installed_release
@@ -17,7 +16,6 @@ from afd_shim.connectors.base import ExchangeStats, Hello
 from afd_shim.errors import ConfigError, LayerError
 from afd_shim.moe.checkpoint import plan_checkpoint
 from afd_shim.moe.factory import require_layers
-from afd_shim.moe.layers import router_logits_dtype
 from afd_shim.moe.pruning import parameter_bytes
 
 if TYPE_CHECKING:
@@ -119,12 +117,6 @@ class RoleWorker(Base):
             "config": config.hf_text_config.to_dict(),
             "layers": [(layer.index, layer.num_experts, layer.gate) for layer in self.moe_layers],
         }
-        logits_dtype: torch.dtype | None = None
-        if self.role.config.is_attention:
-            with current_platform.inference_mode():
-                logits_dtype = router_logits_dtype(
-                    self.model_runner.get_model(), self.moe_layers[0], config.get_hidden_size(), config.dtype
-                )
         fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return Hello(
             role=self.role.config.role.value,
@@ -134,8 +126,7 @@ class RoleWorker(Base):
             model_fingerprint=fingerprint,
             num_experts=self.moe_layers[0].num_experts,
             hidden_size=config.get_hidden_size(),
-            dtype=_name(config.dtype),
-            router_logits_dtype=_name(logits_dtype) if logits_dtype is not None else "",
+            dtype=str(config.dtype).removeprefix("torch."),
             gate_on_attention=gate_on_attention,
             moe_layers=tuple(layer.index for layer in self.moe_layers),
             max_num_tokens=self.scheduler_config.max_num_batched_tokens,
@@ -170,8 +161,3 @@ class RoleWorker(Base):
         role.release(self.role)
         super().shutdown()
 
-
-
-def _name(dtype: torch.dtype) -> str:
-    """A dtype as the handshake spells it."""
-    return str(dtype).removeprefix("torch.")
