@@ -194,7 +194,7 @@ def deactivate() -> tuple[PatchReport, ...]:
     Raises:
         LateActivationError: objects built by the patched code exist.
     """
-    global _process
+    global _process  # noqa: PLW0603 - the documented process-wide state
     with _lock:
         if _process is None:
             return ()
@@ -205,7 +205,7 @@ def deactivate() -> tuple[PatchReport, ...]:
 
 
 def _current() -> _Process:
-    global _process
+    global _process  # noqa: PLW0603 - the documented process-wide state
     if _process is None:
         matrix, release = Matrix.load(), probe()
         row = matrix.rows.get(release.row or "")

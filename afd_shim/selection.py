@@ -58,20 +58,22 @@ class Proof(NamedTuple):
 
     #: The row with the release's own number, else one that the source matches wholly, else None.
     row: Row | None
+    #: `row`, or the nearest one when there is none; None without a vLLM or with an empty matrix.
+    compared: Row | None
     #: The release has no row of its own.
     untested: bool
-    #: What differs: from its own row, or from the nearest one when no row matches.
+    #: What differs from the row it was compared with.
     differences: tuple[Difference, ...]
-    #: Every patch of every set of that row (of the nearest one when none matches).
-    patches: tuple[Patch, ...]
 
     def outcomes(self) -> tuple[PatchReport, ...]:
-        """Say what would become of each patch here: pending, untested, unsupported or drifted."""
+        """Say what would become of each patch of that row here: pending, untested, unsupported or drifted."""
+        if self.compared is None:
+            return ()
         outcome = Outcome.UNSUPPORTED if self.row is None else Outcome.UNTESTED if self.untested else Outcome.PENDING
         return tuple(
             drifted(patch.name, patch.target.symbol, self.differences)
             or PatchReport(patch.name, patch.target.symbol, outcome)
-            for patch in self.patches
+            for patch in merged_set(self.compared, self.compared.sets)
         )
 
 
@@ -134,16 +136,15 @@ def prove(release: Release, matrix: Matrix) -> Proof:
     own = matrix.rows.get(release.row or "")
     nearest = own or matrix.nearest(release.base)
     if nearest is None or release.package is None:
-        return Proof(None, untested=True, differences=(), patches=())
+        return Proof(None, None, untested=True, differences=())
     tree = source_tree(release)
     others = [matrix.rows[name] for name in reversed(matrix.releases) if name != nearest.release]
     first: Proof | None = None
     for row in [nearest] if own else [nearest, *others]:
-        patches = merged_set(row, row.sets).patches
-        found = differences(patches, tree, row.fingerprints, row.files)
+        found = differences(merged_set(row, row.sets), tree, row.fingerprints, row.files)
         if not found or own:
-            return Proof(row, own is None, found, patches)
-        first = first or Proof(None, untested=True, differences=found, patches=patches)
+            return Proof(row, row, own is None, found)
+        first = first or Proof(None, row, untested=True, differences=found)
     assert first is not None  # The loop ran for the nearest row.
     return first
 

@@ -39,9 +39,7 @@ def fingerprint(
     lanes = model.lanes if write in matrix.rows else ("static",)
     row = Row(write, release.requires_python or model.requires_python, lanes, model.sets, {}, {})
     tree = SourceTree(release.package)
-    targets = {
-        target.symbol: target for name in row.sets for patch in load_set(row, name) for target in patch.targets
-    }
+    targets = {target.symbol: target for name in row.sets for patch in load_set(row, name) for target in patch.targets}
     row = replace(
         row,
         files={target.module: tree.file_hash(target.module) for target in targets.values()},

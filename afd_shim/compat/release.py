@@ -132,7 +132,7 @@ def release_of_tree(package: Path) -> Release:
 
 def _release(distribution: metadata.Distribution, package: Path) -> Release:
     version, data = distribution.version, distribution.metadata
-    requires_python = data["Requires-Python"] if "Requires-Python" in data else ""
+    requires_python = next(iter(data.get_all("Requires-Python") or ()), "")
     return Release(_state(version), version, data["Name"], package, requires_python=requires_python)
 
 
@@ -189,7 +189,9 @@ def _written_version(package: Path) -> str:
     path = package / "_version.py"
     if not path.is_file():
         return "unknown"
-    found = re.search(r"^(?:__version__ = )?version = ['\"]([^'\"]+)['\"]", path.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r"^(?:__version__ = )?version = ['\"]([^'\"]+)['\"]", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return found[1] if found else "unknown"
 
 

@@ -31,7 +31,10 @@ IMPORTED = "import"
 
 # String literals first, so that a '#' inside one is not taken for a comment.
 _TOKEN = re.compile(
-    rb'(?P<string>"""(?:\\.|[^\\])*?"""|' rb"'''(?:\\.|[^\\])*?'''|" rb'"(?:\\.|[^"\\\n])*"|' rb"'(?:\\.|[^'\\\n])*')"
+    rb'(?P<string>"""(?:\\.|[^\\])*?"""|'
+    rb"'''(?:\\.|[^\\])*?'''|"
+    rb'"(?:\\.|[^"\\\n])*"|'
+    rb"'(?:\\.|[^'\\\n])*')"
     # A line's end, with the comment before it and the blank and comment lines after it.
     rb"|(?P<newline>[ \t\r]*(?:#[^\n]*)?\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*[ \t\r\f]*)"
     rb"|(?P<comment>[ \t]*#[^\n]*)",
@@ -195,7 +198,9 @@ def _names(node: ast.stmt) -> list[str]:
 
 def _definitions(body: Sequence[ast.stmt], name: str) -> Iterator[_Definition]:
     for node in _statements(body):
-        if isinstance(node, (*_Function, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign)) and name in _names(node):
+        if isinstance(node, (*_Function, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign)) and name in _names(
+            node
+        ):
             yield node
 
 
@@ -283,7 +288,11 @@ def _docstrings(node: _Definition) -> Iterator[ast.Constant]:
     for inner in ast.walk(node):
         if isinstance(inner, (*_Function, ast.ClassDef)):
             first = inner.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 yield first.value
 
 

@@ -60,28 +60,31 @@ class Patch:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        def refuse(reason: str) -> DeclarationError:
-            return DeclarationError(f"Patch {self.name!r}: {reason}. Correct its declaration.")
+        for flaw in (*self._missing(), *self._contradictions()):
+            raise DeclarationError(f"Patch {self.name!r}: {flaw}. Correct its declaration.")
 
+    def _missing(self) -> Iterator[str]:
         if not self.name.isidentifier():
-            raise refuse("the name must be an identifier")
+            yield "the name must be an identifier"
         if self.strategy not in _STRATEGIES:
-            raise refuse(f"strategy {self.strategy!r} does not exist, use one of {sorted(_STRATEGIES)}")
-        if self.strategy == "replace" and self.target.kind == "value":
-            raise refuse("a value is a seam: its holders cannot be found by identity")
-        if self.strategy == "wrap" and self.target.kind in ("class", "property", "value"):
-            raise refuse(f"a {self.target.kind} is replaced, never wrapped: a proxy changes its type")
-        if self.strategy == "wrap" and self.traced:
-            raise refuse("compiled code bypasses a wrapt wrapper silently, so a traced target cannot be wrapped")
+            yield f"strategy {self.strategy!r} does not exist, use one of {sorted(_STRATEGIES)}"
         if not callable(self.build) or not is_importable(self.build):
-            raise refuse("`build` must be a function defined at module level")
+            yield "`build` must be a function defined at module level"
         for word in ("why", "upstream", "until"):
             if not getattr(self, word).strip():
-                raise refuse(f"`{word}` is empty")
+                yield f"`{word}` is empty"
         if not self.releases:
-            raise refuse("`releases` is empty")
+            yield "`releases` is empty"
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.strategy == "replace" and self.target.kind == "value":
+            yield "a value is a seam: its holders cannot be found by identity"
+        if self.strategy == "wrap" and self.target.kind in ("class", "property", "value"):
+            yield f"a {self.target.kind} is replaced, never wrapped: a proxy changes its type"
+        if self.strategy == "wrap" and self.traced:
+            yield "compiled code bypasses a wrapt wrapper silently, so a traced target cannot be wrapped"
         if self.name in self.after:
-            raise refuse("it cannot come after itself")
+            yield "it cannot come after itself"
 
     @property
     def targets(self) -> tuple[Target, ...]:

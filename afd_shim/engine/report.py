@@ -93,7 +93,9 @@ class Report:
     def summary(self) -> str:
         """Give the one line a log shows: set, counts, release, digest, process."""
         words = [
-            f"{self.count(outcome)} {outcome}" for outcome in Outcome if self.count(outcome) and outcome is not Outcome.APPLIED
+            f"{self.count(outcome)} {outcome}"
+            for outcome in Outcome
+            if self.count(outcome) and outcome is not Outcome.APPLIED
         ]
         rest = f" ({', '.join(words)})" if words else ""
         return (
