@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from afd_shim.cli.demo import demo
 from afd_shim.cli.doctor import doctor
 from afd_shim.cli.explain import explain
 from afd_shim.cli.fingerprint import fingerprint
@@ -36,7 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (doctor, explain, verify, fingerprint, matrix):
+for command in (demo, doctor, explain, verify, fingerprint, matrix):
     app.command()(command)
 
 

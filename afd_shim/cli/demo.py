@@ -45,7 +45,7 @@ def demo(
     from afd_shim.compat import installed_release
     from afd_shim.testing.servers import ServerError
 
-    console = Console(stderr=False)
+    console = Console()
     directory = Path(tempfile.mkdtemp(prefix="afd-demo-"))
     started = time.monotonic()
     console.print(f"vLLM {installed_release()}, Python {sys.version.split()[0]}; checkpoints and logs in {directory}")
@@ -79,7 +79,13 @@ def _run(families: Sequence[str], directory: Path, console: Console) -> list[Spl
 
     checkpoints = [write_checkpoint(family, directory / family) for family in families]
     cases = [(one, gate) for one in checkpoints for gate in one.family.gate_placements]
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("unsplit vLLM", total=len(checkpoints) + len(cases))
         expected = dict(zip(families, _unsplit(checkpoints, directory / "logs", progress), strict=True))
@@ -118,13 +124,19 @@ def _unsplit(checkpoints: Sequence[Checkpoint], logs: Path, progress: Progress) 
 
 
 def _table(runs: Iterable[SplitRun]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="One unsplit server against one Attention and one FFN server")
-    table.add_column("model")
-    table.add_column("gate")
-    for name in ("tokens identical", "Attention read / owned", "FFN read / owned", "exchanges", "us / exchange"):
-        table.add_column(name, justify="right")
+    table = Table(
+        title="One unsplit server against one Attention and one FFN server",
+        caption="read: bytes read from the checkpoint, and their ratio to what the role owns (1.00 is ideal)\n"
+        "us: mean time of an exchange on the Attention side, experts included",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("model", no_wrap=True)
+    table.add_column("gate", no_wrap=True)
+    for name in ("tokens", "Attention read", "FFN read", "exchanges", "us"):
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         total = sum(len(one.token_ids) for one in run.expected)
         table.add_row(
@@ -133,7 +145,7 @@ def _table(runs: Iterable[SplitRun]) -> Table:
             f"{run.identical_tokens}/{total}",
             _reads(run, "attention"),
             _reads(run, "ffn"),
-            f"{run.exchanges} = {len(run.checkpoint.moe_layers)} x {run.forwards}",
+            f"{run.exchanges}={len(run.checkpoint.moe_layers)}x{run.forwards}",
             f"{run.microseconds_per_exchange:.0f}",
             style="red" if run.failures() else "",
         )
@@ -142,4 +154,4 @@ def _table(runs: Iterable[SplitRun]) -> Table:
 
 def _reads(run: SplitRun, role: Role) -> str:
     reads = run.reads[role]
-    return f"{reads.read / 1e6:.2f} MB ({reads.ratio:.2f})"
+    return f"{reads.read / 1e6:.2f} MB {reads.ratio:.2f}"

@@ -90,9 +90,10 @@ class SplitRun:
         if self.outputs_with_zeroed_expert == self.outputs:
             found.append("zeroing an expert on the FFN changed nothing, so the FFN's experts are not the ones in use")
         if not self.forwards or {self.exchanges, self.exchanges_on_ffn} != {self.expected_exchanges}:
+            layers = len(self.checkpoint.moe_layers)
             found.append(
                 f"{self.exchanges} exchanges on Attention and {self.exchanges_on_ffn} on the FFN, where "
-                f"{self.forwards} forwards of {len(self.checkpoint.moe_layers)} MoE layers make {self.expected_exchanges}"
+                f"{self.forwards} forwards of {layers} MoE layers make {self.expected_exchanges}"
             )
         found += [
             f"the {role} role read {reads.read} bytes and owns {reads.owned}"
