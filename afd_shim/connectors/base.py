@@ -116,7 +116,7 @@ class Member(NamedTuple):
     """The batch's row where its other rows start."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that costs microseconds per exchange
 class Batch:
     """Requests of one (layer, stage), merged: all real rows first, then all others.
 
@@ -221,9 +221,10 @@ class AttentionConnector(ABC):
 
     @abstractmethod
     def recv_ffn_output(self, header: ExchangeHeader, out: torch.Tensor) -> torch.Tensor:
-        """Receive the answer to `header` into `out` ([rows, hidden_size], contiguous); return `out`.
+        """Receive the answer to `header` into `out`, and return it.
 
-        On a CUDA device `out` is filled on the current stream. Raises PeerLostError, FrameError.
+        `out`: [rows, hidden_size], contiguous, in `Hello.dtype`. On a CUDA
+        device it is filled on the current stream. Raises PeerLostError, FrameError.
         """
 
     @abstractmethod

@@ -76,18 +76,24 @@ class Request(Rows):
 
 def make_batch(step: int, members: Sequence[Member], rows: Rows) -> Batch:
     """The Batch of `members`, whose rows are the first ones of `rows`."""
-    headers = [member.header for member in members]
-    count = sum(header.rows for header in headers)
-    first = headers[0]
+    first = members[0].header
+    count, real_rows = first.rows, first.real_rows
+    dummy, ends_step = first.dummy, first.last_layer
+    for member in members[1:]:
+        header = member.header
+        count += header.rows
+        real_rows += header.real_rows
+        dummy = dummy and header.dummy
+        ends_step = ends_step or header.last_layer
     return Batch(
         layer=first.layer,
         stage=first.stage,
         step=step,
         hidden_states=rows.hidden[:count],
         router_logits=None if rows.logits is None else rows.logits[:count],
-        real_rows=sum(header.real_rows for header in headers),
-        dummy=all(header.dummy for header in headers),
-        ends_step=any(header.last_layer for header in headers),
+        real_rows=real_rows,
+        dummy=dummy,
+        ends_step=ends_step,
         reply=first.reply,
         members=tuple(members),
     )

@@ -23,9 +23,9 @@ def send_all(sock: socket.socket, views: Sequence[memoryview | bytearray], size:
 def recv_some(
     sock: socket.socket, views: Sequence[memoryview | bytearray], got: int, flags: int = 0
 ) -> int:
-    """Receive into `views`, of which `got` bytes are filled; how many are then. Raises ConnectionEnded.
+    """Receive into `views`, of which `got` bytes are filled; how many are then.
 
-    With MSG_DONTWAIT and nothing there, `got` again.
+    With MSG_DONTWAIT and nothing there, `got` again. Raises ConnectionEnded.
     """
     try:
         count = sock.recvmsg_into(_after(views, got) if got else views, 0, flags)[0]
@@ -41,7 +41,10 @@ def recv_some(
 def recv_rest(
     sock: socket.socket, views: Sequence[memoryview | bytearray], got: int, size: int
 ) -> None:
-    """Receive until `size` bytes of `views` are filled, of which `got` are. Raises ConnectionEnded."""
+    """Receive until `size` bytes of `views` are filled, of which `got` are.
+
+    Raises ConnectionEnded.
+    """
     while got < size:
         got = recv_some(sock, views, got, socket.MSG_WAITALL)
 

@@ -42,8 +42,10 @@ class Sequencer:
             return None
         entries = [arrived.popleft()] if len(arrived) == 1 else self._take_alike()
         plan = Plan(self._step, tuple(entries))
-        if any(entry.header.last_layer for entry in entries):
-            self._step += 1
+        for entry in entries:
+            if entry.header.last_layer:
+                self._step += 1
+                break
         return plan
 
     def _take_alike(self) -> list[PlanEntry]:
@@ -68,6 +70,9 @@ def _kind(entry: PlanEntry) -> tuple[int, int, str]:
 
 def place(entries: Sequence[PlanEntry]) -> tuple[Member, ...]:
     """Where each request's rows are in the batch: all real rows first, then all others."""
+    if len(entries) == 1:
+        group, header, _ = entries[0]
+        return (Member(group, header, 0, header.real_rows),)
     real = 0
     padding = sum(entry.header.real_rows for entry in entries)
     members = []

@@ -53,6 +53,7 @@ class TcpAttentionConnector(AttentionConnector):
 
         self._frame = bytearray(EXCHANGE.size)
         self._answer = bytearray(EXCHANGE.size)
+        self._expected = bytearray(EXCHANGE.size)
         self._staging: Staging = InPlace()
 
     def connect(self) -> None:
@@ -118,15 +119,16 @@ class TcpAttentionConnector(AttentionConnector):
         sock = self._members.data.get(HUB)
         if sock is None:
             raise self._ended(HUB)
+        # All of this runs while the FFN computes; what follows the receive is kept short.
+        size = EXCHANGE.size + self._codec.encode(self._expected, Kind.REPLY, header)
         views = [memoryview(self._answer), self._staging.incoming(out)]
-        size = EXCHANGE.size + len(views[1])
         try:
             got = recv_some(sock, views, 0)
             if got < EXCHANGE.size:
                 recv_rest(sock, views[:1], got, EXCHANGE.size)
                 got = EXCHANGE.size
-            answer, _ = self._codec.decode(self._answer, Kind.REPLY)
-            if answer != header:
+            if self._answer != self._expected:
+                answer, _ = self._codec.decode(self._answer, Kind.REPLY)
                 raise FrameError(f"{HUB} answered {answer} to {header}; restart both servers.")
             recv_rest(sock, views, got, size)
         except ConnectionEnded as error:
