@@ -168,7 +168,7 @@ class SourceTree:
             if path is None:
                 self._modules[module] = None
             else:
-                source = path.read_bytes()
+                source = path.read_bytes().replace(b"\r\n", b"\n")
                 self._modules[module] = source, ast.parse(source, filename=str(path))
         return self._modules[module]
 
