@@ -38,6 +38,6 @@ def build_replacement(patch: Patch, original: object) -> object:
     if kind in ("function", "method"):
         if not callable(built):
             raise refuse(f"{built!r} cannot be called")
-        if not is_importable(built):
+        if is_importable(original) and not is_importable(built):
             raise refuse("the replacement has no importable name: define it at module level or use functools.wraps")
     return built

@@ -41,7 +41,9 @@ def test_every_patch_module_is_used() -> None:
 @pytest.mark.parametrize("name", sorted({name for row in MATRIX.rows.values() for name in row.patches}))
 def test_patch_serves_the_rows_that_list_it(name: str) -> None:
     """A patch claims the releases whose rows list it, and no other."""
-    assert sorted(load_patch(name).releases) == sorted(row.release for row in MATRIX.rows.values() if name in row.patches)
+    assert sorted(load_patch(name).releases) == sorted(
+        row.release for row in MATRIX.rows.values() if name in row.patches
+    )
 
 
 def test_rows_have_the_sets_that_the_code_asks_for() -> None:
@@ -61,7 +63,13 @@ def test_file_is_as_the_writer_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("release", "nearest"),
-    [("0.29.0", "0.30.0"), ("0.31.0", "0.31.0"), ("0.31.2", "0.31.0"), ("9.0.0", MATRIX.releases[-1]), (None, MATRIX.releases[-1])],
+    [
+        ("0.29.0", "0.30.0"),
+        ("0.31.0", "0.31.0"),
+        ("0.31.2", "0.31.0"),
+        ("9.0.0", MATRIX.releases[-1]),
+        (None, MATRIX.releases[-1]),
+    ],
 )
 def test_nearest_row(release: str | None, nearest: str) -> None:
     """An unknown release is compared with the newest row that is not newer, else with the oldest."""

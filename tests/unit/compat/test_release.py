@@ -68,9 +68,7 @@ def install(site: Path) -> Install:
         ("0.32.0", "vllm-rocm", ReleaseState.FINAL, "0.32.0", "0.32.0"),
     ],
 )
-def test_versions(
-    install: Install, version: str, name: str, state: ReleaseState, row: str | None, public: str
-) -> None:
+def test_versions(install: Install, version: str, name: str, state: ReleaseState, row: str | None, public: str) -> None:
     """Only a final release, whatever its build, has a row; the others are named for what they are."""
     package = install(version, name)
 
@@ -82,7 +80,11 @@ def test_versions(
 
 @pytest.mark.parametrize(
     ("written", "state", "version"),
-    [("0.32.0", ReleaseState.FINAL, "0.32.0"), ("dev", ReleaseState.UNKNOWN, "dev"), (None, ReleaseState.UNKNOWN, "unknown")],
+    [
+        ("0.32.0", ReleaseState.FINAL, "0.32.0"),
+        ("dev", ReleaseState.UNKNOWN, "dev"),
+        (None, ReleaseState.UNKNOWN, "unknown"),
+    ],
 )
 def test_missing_metadata(install: Install, site: Path, written: str | None, state: ReleaseState, version: str) -> None:
     """Without metadata the version that the build wrote counts, and a note says so."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -71,7 +71,7 @@ class Model:
 class Fakes:
     """Builders, at class level so that they have importable names, and patches that use them."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     @staticmethod
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,9 @@ def test_every_strategy_bites(activation: Activation, fakes: Any, model: ModuleT
     assert layer.load(["a", "x"]) == ["a"]
 
 
-def test_every_module_that_imported_the_target_is_rebound(activation: Activation, fakes: Any, model: ModuleType) -> None:
+def test_every_module_that_imported_the_target_is_rebound(
+    activation: Activation, fakes: Any, model: ModuleType
+) -> None:
     """`from layer import factory` done before us gets the replacement, in every module of the package."""
     original = model.factory
 
@@ -67,7 +70,9 @@ def test_two_hundred_activations_leave_one_wrapper(activation: Activation, fakes
     assert fakes.calls == ["factory", "wrapped"]
 
 
-def test_deactivate_restores_by_identity(activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType) -> None:
+def test_deactivate_restores_by_identity(
+    activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType
+) -> None:
     """Afterwards every namespace holds the very objects it held before, and it can be done again."""
     before = {place: dict(vars(place)) for place in (layer, layer.Runner, model, sys.modules["upstream"])}
 
@@ -110,7 +115,9 @@ def test_armed_set_waits_for_its_module(activation: Activation, fakes: Any, upst
     assert fakes.calls == ["factory"]
 
 
-def test_armed_set_of_an_imported_module_is_applied_at_once(activation: Activation, fakes: Any, layer: ModuleType) -> None:
+def test_armed_set_of_an_imported_module_is_applied_at_once(
+    activation: Activation, fakes: Any, layer: ModuleType
+) -> None:
     """Arming before and after the import gives the same report."""
     assert words(activation.arm(fakes.all())) == ["applied"] * 3
 
@@ -121,7 +128,8 @@ def test_hook_leaves_the_loader_alone(activation: Activation, fakes: Any, upstre
     layer = importlib.import_module("upstream.layer")
 
     assert layer.__spec__ is not None
-    loader: Any = layer.__spec__.loader
+    loader = layer.__spec__.loader
+    assert isinstance(loader, SourceFileLoader)
     assert "exec_module" not in vars(loader)
     assert loader is layer.__loader__
     assert loader.get_code("upstream.layer") is not None
@@ -194,7 +202,9 @@ def test_patch_shared_by_two_sets_is_applied_once(activation: Activation, fakes:
     assert fakes.calls == ["factory"]
 
 
-def test_chained_patches_of_one_target(activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType) -> None:
+def test_chained_patches_of_one_target(
+    activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType
+) -> None:
     """Two patches of one target run in the order they declare, are both applied, and both come off."""
     original = model.factory
     chain = PatchSet("s", (fakes.patch("inner"), fakes.patch("outer", after=("inner",))))

@@ -127,7 +127,8 @@ def test_blind_to_what_does_not_run(read: Any, before: str, after: str) -> None:
 def test_blind_to_line_ends_and_indentation(read: Any) -> None:
     """A tree checked out with other line ends, or a definition moved into a block, is the same source."""
     moved = SOURCE.replace(
-        "if LIMIT:\n    def guarded():\n        return 1", "if LIMIT:\n  if True:\n    def guarded():\n          return 1"
+        "if LIMIT:\n    def guarded():\n        return 1",
+        "if LIMIT:\n  if True:\n    def guarded():\n          return 1",
     )
     assert moved != SOURCE
 
@@ -150,7 +151,11 @@ def test_blind_to_line_ends_and_indentation(read: Any) -> None:
         ("a, /, b,", "b, /, a,", "its parameters changed: reordered to (b, /, a, c=, *rest, d, e=, **kwargs)"),
         ("d, e=2", "d=0, e=2", "its parameters changed: added d=; removed d"),
         ("def factory", "def factories", "it is gone (expected a function; similar: factories)"),
-        ("def factory(a, /, b, c=1, *rest, d, e=2, **kwargs)", "class factory", "it is a class now (expected a function)"),
+        (
+            "def factory(a, /, b, c=1, *rest, d, e=2, **kwargs)",
+            "class factory",
+            "it is a class now (expected a function)",
+        ),
     ],
 )
 def test_mutants_are_told_apart(read: Any, before: str, after: str, difference: str) -> None:
@@ -162,7 +167,9 @@ def test_mutants_are_told_apart(read: Any, before: str, after: str, difference: 
 
 def test_class_difference_names_its_members(read: Any) -> None:
     """A changed class names the methods that were added, removed or changed."""
-    mutant = SOURCE.replace("return x ", "return -x ").replace("async def step", "async def tick").replace("dict", "list")
+    mutant = (
+        SOURCE.replace("return x ", "return -x ").replace("async def step", "async def tick").replace("dict", "list")
+    )
 
     assert read("Runner").difference(read("Runner", source=mutant)) == "its bases changed: added list; removed dict"
     assert read("Runner").difference(read("Runner", source=mutant.replace("list", "dict"))) == (
@@ -175,7 +182,10 @@ def test_moved_symbol_is_not_taken_for_its_import(read: Any) -> None:
     """A module that only imports a symbol does not define it."""
     expected = Fingerprint("function", "x", "0")
 
-    assert expected.difference(read("moved")) == "it has moved: the module now imports it (expected a function defined there)"
+    assert (
+        expected.difference(read("moved"))
+        == "it has moved: the module now imports it (expected a function defined there)"
+    )
 
 
 def test_attribute_assignment_is_no_definition(read: Any) -> None:

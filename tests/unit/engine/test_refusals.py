@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 import sys
@@ -58,7 +59,11 @@ class SubRunner:
     @staticmethod
     def local(original: Any) -> Any:
         """Build something without an importable name."""
-        return lambda *args, **kwargs: original(*args, **kwargs)
+
+        def unnamed(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+        return unnamed
 
     @staticmethod
     def same(original: Any) -> Any:
@@ -82,13 +87,15 @@ def test_failure_at_any_patch_restores_every_owner(
     activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType, monkeypatch: pytest.MonkeyPatch,
     failing: int, step: str,
 ) -> None:  # fmt: skip
-    """Whichever patch fails, and at whichever step: all namespaces are as before, the cause is chained, the report whole."""
+    """Whichever patch fails, at whichever step: namespaces are as before, the cause is chained, the report whole."""
     places = (sys.modules["upstream"], layer, layer.Runner, model)
     before = identities(*places)
     patches = list(fakes.all())
     name = patches[failing].name
     if step == "build":
-        patches[failing] = fakes.patch(name, patches[failing].target.qualname, patches[failing].target.kind, build=fakes.refusing)
+        patches[failing] = fakes.patch(
+            name, patches[failing].target.qualname, patches[failing].target.kind, build=fakes.refusing
+        )
     else:
         install = Entry.install
 
@@ -159,7 +166,9 @@ def test_replacement_that_would_not_hold(
     assert identities(layer, layer.Runner) == before
 
 
-def test_class_is_replaced_by_a_subclass(activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType) -> None:
+def test_class_is_replaced_by_a_subclass(
+    activation: Activation, fakes: Any, model: ModuleType, layer: ModuleType
+) -> None:
     """A subclass takes a class' place everywhere, so that isinstance with the original still holds."""
     original = layer.Runner
 
@@ -186,7 +195,7 @@ def test_holder_out_of_reach_is_late(
 ) -> None:
     """Something that keeps the old function where no rebinding reaches it refuses the set, by name."""
     (upstream / "holders.py").write_text(HOLDERS, encoding="utf-8")
-    import upstream.holders  # type: ignore[import-not-found]  # noqa: F401 - written above
+    importlib.import_module("upstream.holders")
 
     before = identities(layer)
     patch_set = PatchSet("s", (fakes.skip(), fakes.patch()))
@@ -220,7 +229,7 @@ def test_missing_target(activation: Activation, fakes: Any, layer: ModuleType) -
     before = identities(layer)
 
     for symbol, kind in (("gone", "function"), ("Gone.forward", "method"), ("Runner.gone", "method")):
-        with pytest.raises(PatchFailedError, match="upstream.layer has no"):
+        with pytest.raises(PatchFailedError, match=r"upstream\.layer has no"):
             activation.commit(PatchSet("s", (fakes.skip(), fakes.patch("gone", symbol, kind))))
     assert identities(layer) == before
 
@@ -259,9 +268,9 @@ def test_loader_that_cannot_report_back(
             return importlib.util.spec_from_loader(name, loader)
 
     monkeypatch.setattr(sys, "meta_path", [finder, Finder, *sys.meta_path[1:]])
-    import upstream.layer  # type: ignore[import-not-found]
+    layer = importlib.import_module("upstream.layer")
 
-    assert upstream.layer.factory(8, 2).forward(2) == 2
+    assert layer.factory(8, 2).forward(2) == 2
     with pytest.raises(PatchFailedError, match="cannot be watched"):
         activation.require(patch_set)
     monkeypatch.undo()
