@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -166,22 +166,15 @@ class ExchangeStats:
 
 
 class ConnectorConfig(Protocol):
-    """The part of the `afd` configuration that a connector reads."""
+    """The part of the `afd` configuration (`afd_shim.config.AFDConfig`) that a connector reads."""
 
-    @property
-    def connector(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def num_attention_ranks(self) -> int: ...
-    @property
-    def num_ffn_ranks(self) -> int: ...
-    @property
-    def connector_extra_config(self) -> Mapping[str, object]: ...
-    @property
-    def startup_timeout_s(self) -> float: ...
+    connector: str
+    host: str
+    port: int
+    num_attention_ranks: int
+    num_ffn_ranks: int
+    connector_extra_config: dict[str, Any]
+    startup_timeout_s: float
 
 
 PeerLostCallback = Callable[["PeerLostError"], None]

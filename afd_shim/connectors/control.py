@@ -40,7 +40,7 @@ class Channel:
         self.deadline = time.monotonic() + IDENTIFY_WITHIN_S if peer is None else None
         self._inbox = bytearray()
         tune_control(sock)
-        sock.setblocking(False)
+        sock.settimeout(0)
 
     def __str__(self) -> str:
         return f"{self.peer} at {self.address}" if self.peer else self.address
@@ -88,7 +88,7 @@ class Channel:
     def into_data_connection(self) -> socket.socket:
         """The socket, blocking and with a data connection's options."""
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-        self.sock.setblocking(True)
+        self.sock.settimeout(None)
         return self.sock
 
     @property
@@ -145,6 +145,7 @@ class ControlThread(threading.Thread):
             self.join()
 
     def run(self) -> None:
+        """Until `stop`."""
         try:
             while not self._stopping:
                 self._turn()

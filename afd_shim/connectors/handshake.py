@@ -119,9 +119,7 @@ def disagreements(ours: Hello, theirs: Hello) -> list[str]:
         else theirs.max_num_tokens == ours.max_num_tokens
     )
     if not fits:
-        found.append(
-            _line("max_num_tokens", ours, theirs, "give both the same --max-num-batched-tokens")
-        )
+        found.append(_line("max_num_tokens", ours, theirs, "give both the same --max-num-batched-tokens"))
     return found
 
 
@@ -140,10 +138,7 @@ def _short(value: object) -> str:
 def refusal(ours: Hello, theirs: Hello, found: list[str]) -> str:
     """The text of a Refusal, and of the HandshakeError that it becomes."""
     lines = "".join(f"\n  - {line}" for line in found)
-    return (
-        f"{theirs.role} rank {theirs.rank} and {ours.role} rank {ours.rank} cannot serve "
-        f"together:{lines}"
-    )
+    return f"{theirs.role} rank {theirs.rank} and {ours.role} rank {ours.rank} cannot serve together:{lines}"
 
 
 def agree(ffn: Hello, *, num_groups: int) -> Agreement:

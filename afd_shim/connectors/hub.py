@@ -133,8 +133,7 @@ class Hub(Membership):
             return f"{peer} is this server; start one FFN server only"
         if peer not in self._everyone:
             return (
-                f"{peer} has no place: afd.num_{hello.role}_ranks counts the {hello.role} ranks "
-                f"of all servers together"
+                f"{peer} has no place: afd.num_{hello.role}_ranks counts the {hello.role} ranks of all servers together"
             )
         taken = self._joined.get(peer)
         if taken is not None:
@@ -144,10 +143,7 @@ class Hub(Membership):
             )
         for _, join in self._joined.values():
             other = join.hello
-            if (
-                hello.role == other.role == "attention"
-                and hello.attention_tp_size != other.attention_tp_size
-            ):
+            if hello.role == other.role == "attention" and hello.attention_tp_size != other.attention_tp_size:
                 return (
                     f"attention_tp_size: {hello.attention_tp_size} on {peer}, "
                     f"{other.attention_tp_size} on Attention rank {other.rank}; give all Attention "

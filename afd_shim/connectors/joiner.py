@@ -58,9 +58,7 @@ class Joiner(Membership):
         self._raise_fatal()
         if not complete:
             missing = ", ".join(sorted(self._expected_data() - self.data.keys()))
-            raise RendezvousTimeoutError(
-                f"no data connection with {missing} in time; raise afd.startup_timeout_s."
-            )
+            raise RendezvousTimeoutError(f"no data connection with {missing} in time; raise afd.startup_timeout_s.")
         logger.info("%s is connected to %s", self.name, ", ".join(sorted(self.data)))
 
     def _join(self, deadline: float) -> bool:
@@ -86,9 +84,7 @@ class Joiner(Membership):
         )
         self._raise_if_closing(", ".join(self._missing) or HUB)
         if self._refused:
-            raise HandshakeError(
-                f"{HUB} at {format_address(self._address)} refused {self.name}: {self._refused}"
-            )
+            raise HandshakeError(f"{HUB} at {format_address(self._address)} refused {self.name}: {self._refused}")
         if self._ready:
             return True
         if time.monotonic() < deadline:
@@ -147,7 +143,7 @@ class Joiner(Membership):
                 peer=peer,
             ) from error
         tune_data(sock)
-        sock.setblocking(True)
+        sock.settimeout(None)
         with self._changed:
             self.data[peer] = sock
 
@@ -156,9 +152,7 @@ class Joiner(Membership):
         end = wire.PREFIX.size
         while len(frame) < end:
             if not wait_for(sock, select.POLLIN, self.closing, deadline - time.monotonic()):
-                raise RendezvousTimeoutError(
-                    "a data connection was not let in in time; raise afd.startup_timeout_s."
-                )
+                raise RendezvousTimeoutError("a data connection was not let in in time; raise afd.startup_timeout_s.")
             data = sock.recv(end - len(frame))
             if not data:
                 raise ConnectionResetError("it closed the data connection")

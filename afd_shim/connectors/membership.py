@@ -27,6 +27,7 @@ from afd_shim.errors import FrameError, PeerLostError
 logger = logging.getLogger(__name__)
 
 VERDICT_WITHIN_S = 2.0
+_DIED = "its process ended or its host no longer answers"
 
 
 def peer_name(role: str, rank: int) -> str:
@@ -104,7 +105,7 @@ class Membership(ABC):
             self._changed.wait_for(lambda: self._culprit(peer) is not None, VERDICT_WITHIN_S)
             culprit = self._culprit(peer) or peer
             departure = self._departed.get(culprit)
-        return self._lost(culprit, departure or Departure("its data connection broke", False, ""))
+        return self._lost(culprit, departure or Departure("its data connection broke", clean=False, address=""))
 
     def _culprit(self, peer: str) -> str | None:
         return self._fatal or (peer if peer in self._departed else None)
@@ -136,15 +137,13 @@ class Membership(ABC):
         assert channel.peer is not None
         goodbye = self._goodbyes.pop(channel.peer, None)
         if error is not None:
-            departure = Departure(f"it sent {error}", False, channel.address)
+            departure = Departure(f"it sent {error}", clean=False, address=channel.address)
         elif goodbye is None:
-            departure = Departure(
-                "its process ended or its host no longer answers", False, channel.address
-            )
+            departure = Departure(_DIED, clean=False, address=channel.address)
         elif goodbye.reason:
-            departure = Departure(f"it ended with: {goodbye.reason}", False, channel.address)
+            departure = Departure(f"it ended with: {goodbye.reason}", clean=False, address=channel.address)
         else:
-            departure = Departure("it said goodbye", True, channel.address)
+            departure = Departure("it said goodbye", clean=True, address=channel.address)
         self._depart(channel.peer, departure)
 
     def _depart(self, peer: str, departure: Departure) -> None:
@@ -196,9 +195,7 @@ class Membership(ABC):
 
     def _establish(self, ready: Ready, ffn: Hello) -> None:
         """Everyone is here: fix what was agreed, let in the data connections."""
-        self.topology = Topology(
-            self.hello.num_attention_ranks, self.hello.num_ffn_ranks, ready.attention_tp_size
-        )
+        self.topology = Topology(self.hello.num_attention_ranks, self.hello.num_ffn_ranks, ready.attention_tp_size)
         self.agreement = handshake.agree(ffn, num_groups=self.topology.num_groups)
         with self._changed:
             self._session = ready.session
@@ -211,18 +208,14 @@ class Membership(ABC):
                 assert self._control is not None
                 self._control.refuse(channel, str(error))
 
-    def _wait(
-        self, done: Callable[[], bool], deadline: float, waiting_for: Callable[[], str]
-    ) -> bool:
+    def _wait(self, done: Callable[[], bool], deadline: float, waiting_for: Callable[[], str]) -> bool:
         """Wait until `done` (True) or `deadline` or closing (False), saying what for every 10 s."""
         with self._changed:
             while not done():
                 left = deadline - time.monotonic()
                 if left <= 0 or self.closing.is_set:
                     return False
-                if not self._changed.wait_for(
-                    lambda: done() or self.closing.is_set, min(left, LOG_EVERY_S)
-                ):
+                if not self._changed.wait_for(lambda: done() or self.closing.is_set, min(left, LOG_EVERY_S)):
                     logger.info(
                         "%s: waiting for %s; giving up in %.0f s",
                         self.name,

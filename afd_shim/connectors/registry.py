@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
+
+import msgspec
 
 from afd_shim.connectors.base import (
     AttentionConnector,
@@ -21,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CONNECTORS",
     "ConnectorEntry",
+    "ExtraConfig",
     "connector_entry",
     "create_attention_connector",
     "create_ffn_connector",
+    "parse_extra_config",
     "supported_device_types",
 ]
 
@@ -62,6 +67,24 @@ def supported_device_types(name: str) -> tuple[str, ...]:
     return connector_entry(name).device_types
 
 
+class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`afd.connector_extra_config`: the keys every connector of ours knows."""
+
+    first_attention_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """This Attention server's first rank, where several independent servers share one FFN."""
+
+
+def parse_extra_config(name: str, extra: Mapping[str, object]) -> ExtraConfig:
+    """Check the `connector_extra_config` of connector `name`; ConfigError names what is wrong."""
+    try:
+        return msgspec.convert(dict(extra), ExtraConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(ExtraConfig.__struct_fields__)
+        raise ConfigError(
+            f"afd.connector_extra_config: {error}; {name} knows only: {known}.", key="connector_extra_config"
+        ) from error
+
+
 def create_attention_connector(
     afd_config: ConnectorConfig,
     hello: Hello,
@@ -69,13 +92,17 @@ def create_attention_connector(
     device: torch.device,
     on_peer_lost: PeerLostCallback,
 ) -> AttentionConnector:
-    """The connector of Attention rank `hello.rank`, not yet connected.
+    """The connector of an Attention rank, not yet connected.
 
-    Raises ConfigError for an unknown connector, or one that does not serve `device`.
+    `hello.rank` counts within this server; the server's `first_attention_rank` is added to it.
+    Raises ConfigError for an unknown connector, one that does not serve `device`, or a
+    `connector_extra_config` that it does not know.
     """
     entry = _entry_for(afd_config, device)
+    extra = parse_extra_config(afd_config.connector, afd_config.connector_extra_config)
+    hello = msgspec.structs.replace(hello, rank=hello.rank + extra.first_attention_rank)
     factory = _load(entry.attention)
-    return cast(AttentionConnector, factory(afd_config, hello, device, on_peer_lost))
+    return cast("AttentionConnector", factory(afd_config, hello, device, on_peer_lost))
 
 
 def create_ffn_connector(
@@ -87,11 +114,13 @@ def create_ffn_connector(
 ) -> FFNConnector:
     """The connector of FFN rank `hello.rank`, not yet connected.
 
-    Raises ConfigError for an unknown connector, or one that does not serve `device`.
+    Raises ConfigError for an unknown connector, one that does not serve `device`, or a
+    `connector_extra_config` that it does not know.
     """
     entry = _entry_for(afd_config, device)
+    parse_extra_config(afd_config.connector, afd_config.connector_extra_config)
     factory = _load(entry.ffn)
-    return cast(FFNConnector, factory(afd_config, hello, device, on_peer_lost))
+    return cast("FFNConnector", factory(afd_config, hello, device, on_peer_lost))
 
 
 def _entry_for(afd_config: ConnectorConfig, device: torch.device) -> ConnectorEntry:
@@ -107,4 +136,4 @@ def _entry_for(afd_config: ConnectorConfig, device: torch.device) -> ConnectorEn
 
 def _load(path: str) -> type:
     module, _, name = path.partition(":")
-    return cast(type, getattr(importlib.import_module(module), name))
+    return cast("type", getattr(importlib.import_module(module), name))

@@ -43,6 +43,7 @@ class Wakeup:
         self.is_set = False
 
     def fileno(self) -> int:
+        """What poll registers."""
         return self._fd
 
     def set(self) -> None:
@@ -109,8 +110,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise TransportError(
-            f"afd.host: {host!r} does not resolve ({error.strerror}); give an address of this "
-            f"machine."
+            f"afd.host: {host!r} does not resolve ({error.strerror}); give an address of this machine."
         ) from error
     listener = socket.socket(family, kind, proto)
     try:
@@ -130,10 +130,8 @@ def listen(host: str, port: int) -> socket.socket:
             "there, so give one of its addresses",
             errno.EACCES: "this user may not listen there: give both roles an afd.port above 1023",
         }.get(error.errno or 0, "give both roles another afd.host or afd.port")
-        raise TransportError(
-            f"FFN rank 0 cannot listen on {where} ({error.strerror}); {remedy}."
-        ) from error
-    listener.setblocking(False)
+        raise TransportError(f"FFN rank 0 cannot listen on {where} ({error.strerror}); {remedy}.") from error
+    listener.settimeout(0)
     return listener
 
 
@@ -176,22 +174,17 @@ def _connect(address: Address, deadline: float, wakeup: Wakeup) -> socket.socket
     failure = OSError(errno.EHOSTUNREACH, "the host has no address")
     for family, kind, proto, _, target in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, proto)
-        try:
-            sock.setblocking(False)
-            _enlarge_buffers(sock)
-            status = sock.connect_ex(target)
-            if status == errno.EINPROGRESS:
-                if not wait_for(sock, select.POLLOUT, wakeup, deadline - time.monotonic()):
-                    raise OSError(errno.ETIMEDOUT, "no answer")
-                status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if status:
-                raise OSError(status, os.strerror(status))
-            if sock.getsockname() == sock.getpeername():
-                # Dialling a free port of the ephemeral range can meet itself (simultaneous open).
-                raise OSError(errno.ECONNREFUSED, "nobody listens")
-        except OSError as error:
-            sock.close()
-            failure = error
-        else:
+        sock.settimeout(0)
+        _enlarge_buffers(sock)
+        status = sock.connect_ex(target)
+        if status == errno.EINPROGRESS:
+            answered = wait_for(sock, select.POLLOUT, wakeup, deadline - time.monotonic())
+            status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if answered else errno.ETIMEDOUT
+        if status == 0 and sock.getsockname() == sock.getpeername():
+            # Dialling a free port of the ephemeral range can meet itself (simultaneous open).
+            status = errno.ECONNREFUSED
+        if status == 0:
             return sock
+        sock.close()
+        failure = OSError(status, os.strerror(status))
     raise failure

@@ -21,17 +21,13 @@ _NOTHING: Final = memoryview(bytearray())
 def readable_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; keep the tensor alive as long as the view."""
     size = tensor.nbytes
-    return (
-        cast(memoryview, _from_memory(tensor.data_ptr(), size, _PYBUF_READ)) if size else _NOTHING
-    )
+    return cast("memoryview", _from_memory(tensor.data_ptr(), size, _PYBUF_READ)) if size else _NOTHING
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview:
     """As `readable_bytes`, to be filled."""
     size = tensor.nbytes
-    return (
-        cast(memoryview, _from_memory(tensor.data_ptr(), size, _PYBUF_WRITE)) if size else _NOTHING
-    )
+    return cast("memoryview", _from_memory(tensor.data_ptr(), size, _PYBUF_WRITE)) if size else _NOTHING
 
 
 class Staging(ABC):
@@ -54,13 +50,15 @@ class InPlace(Staging):
     """CPU: the tensors' own memory, without a copy."""
 
     def outgoing(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        """Their own bytes."""
         return [readable_bytes(tensor) for tensor in tensors]
 
     def incoming(self, tensor: torch.Tensor) -> memoryview:
+        """Its own bytes."""
         return writable_bytes(tensor)
 
     def landed(self, tensor: torch.Tensor) -> None:
-        pass  # it is there already
+        """Nothing to do: they are there already."""
 
 
 class Pinned(Staging):
@@ -80,6 +78,7 @@ class Pinned(Staging):
         self._copied_in = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def outgoing(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        """Copy them to the host and wait for these copies."""
         views = []
         end = 0
         for tensor in tensors:
@@ -94,11 +93,13 @@ class Pinned(Staging):
         return views
 
     def incoming(self, tensor: torch.Tensor) -> memoryview:
+        """The host buffer, once the previous copy out of it is over."""
         # The previous copy may still read the buffer that the socket is about to fill.
         self._copied_in.synchronize()
         return self._in_view[: tensor.nbytes]
 
     def landed(self, tensor: torch.Tensor) -> None:
+        """Copy from the host buffer, on the current stream."""
         if tensor.nbytes:
             host = self._in[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensor.copy_(host, non_blocking=True)

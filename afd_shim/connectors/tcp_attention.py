@@ -15,7 +15,7 @@ from afd_shim.connectors.base import (
     Hello,
     PeerLostCallback,
 )
-from afd_shim.connectors.framing import ConnectionEnded, recv_rest, recv_some, send_all
+from afd_shim.connectors.framing import ConnectionEndedError, recv_rest, recv_some, send_all
 from afd_shim.connectors.joiner import HUB, Joiner
 from afd_shim.connectors.membership import peer_name
 from afd_shim.connectors.staging import InPlace, Staging, staging_for
@@ -57,6 +57,7 @@ class TcpAttentionConnector(AttentionConnector):
         self._staging: Staging = InPlace()
 
     def connect(self) -> None:
+        """See `AttentionConnector.connect`."""
         self._members.connect(time.monotonic() + self._timeout_s)
         agreement = self._members.agreement
         self._agreement: Agreement = agreement
@@ -77,6 +78,7 @@ class TcpAttentionConnector(AttentionConnector):
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor | None = None,
     ) -> None:
+        """See `AttentionConnector.send_attn_output`."""
         self._sent_at = time.perf_counter()
         self._check(header, hidden_states, router_logits)
         self._in_flight = header
@@ -93,11 +95,12 @@ class TcpAttentionConnector(AttentionConnector):
             for peer, sock in self._fed:
                 try:
                     send_all(sock, views, size)
-                except ConnectionEnded as error:
+                except ConnectionEndedError as error:
                     raise self._ended(peer) from error
                 self.stats.bytes_sent += size
 
     def recv_ffn_output(self, header: ExchangeHeader, out: torch.Tensor) -> torch.Tensor:
+        """See `AttentionConnector.recv_ffn_output`."""
         if header is not self._in_flight:
             raise ValueError(f"{header} was not sent last; receive each answer before sending on.")
         self._check_rows("out", out, header.rows, self._agreement.hidden_size, self._dtype)
@@ -131,12 +134,13 @@ class TcpAttentionConnector(AttentionConnector):
                 answer, _ = self._codec.decode(self._answer, Kind.REPLY)
                 raise FrameError(f"{HUB} answered {answer} to {header}; restart both servers.")
             recv_rest(sock, views, got, size)
-        except ConnectionEnded as error:
+        except ConnectionEndedError as error:
             raise self._ended(HUB) from error
         self._staging.landed(out)
         self.stats.bytes_received += size
 
     def close(self, reason: str | None = None) -> None:
+        """See `AttentionConnector.close`."""
         self._members.close(reason)
         with self._io:
             for connection in self._members.data.values():
@@ -158,9 +162,7 @@ class TcpAttentionConnector(AttentionConnector):
             check_header(header, agreed)
         except FrameError as error:
             raise ValueError(f"{header}: {error}") from error
-        self._check_rows(
-            "hidden_states", hidden_states, header.rows, agreed.hidden_size, self._dtype
-        )
+        self._check_rows("hidden_states", hidden_states, header.rows, agreed.hidden_size, self._dtype)
         if (router_logits is None) != (agreed.num_experts == 0):
             raise ValueError("router_logits travel exactly where Attention owns the gate.")
         if router_logits is not None:
@@ -169,9 +171,7 @@ class TcpAttentionConnector(AttentionConnector):
                 raise ValueError(f"router_logits: {dtype}; only {list(_DTYPE_NAMES)} travel.")
             self._check_rows("router_logits", router_logits, header.rows, agreed.num_experts, dtype)
 
-    def _check_rows(
-        self, what: str, tensor: torch.Tensor, rows: int, width: int, dtype: torch.dtype
-    ) -> None:
+    def _check_rows(self, what: str, tensor: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> None:
         if (
             tensor.shape != (rows, width)
             or tensor.dtype != dtype

@@ -58,6 +58,7 @@ class TcpFFNConnector(FFNConnector):
         return self._members.address
 
     def connect(self) -> None:
+        """See `FFNConnector.connect`."""
         self._members.connect(time.monotonic() + self._timeout_s)
         if self._members.closing.is_set:
             return
@@ -66,6 +67,7 @@ class TcpFFNConnector(FFNConnector):
             self._source = source(self._members, self._device, self.stats)
 
     def recv_attn_output(self) -> Batch | None:
+        """See `FFNConnector.recv_attn_output`."""
         with self._io:
             if self._source is None or self._members.closing.is_set:
                 return None
@@ -76,6 +78,7 @@ class TcpFFNConnector(FFNConnector):
             return batch
 
     def send_ffn_output(self, batch: Batch, output: torch.Tensor) -> None:
+        """See `FFNConnector.send_ffn_output`."""
         like = batch.hidden_states
         if batch is not self._in_flight:
             raise ValueError("only the batch received last can be answered, and only once.")
@@ -100,6 +103,7 @@ class TcpFFNConnector(FFNConnector):
         stats.exchange_seconds += time.perf_counter() - self._received_at
 
     def close(self, reason: str | None = None) -> None:
+        """See `FFNConnector.close`."""
         self._members.close(reason)
         with self._io:
             for connection in self._members.data.values():

@@ -6,7 +6,7 @@ import torch
 
 from afd_shim.connectors.base import Batch, ExchangeStats, Member
 from afd_shim.connectors.batches import Rows, make_batch
-from afd_shim.connectors.framing import ConnectionEnded, recv_rest
+from afd_shim.connectors.framing import ConnectionEndedError, recv_rest
 from afd_shim.connectors.joiner import HUB
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.sequencer import place
@@ -43,7 +43,7 @@ class Follower:
         """Wait for the next plan and its rows; None when closing, or when rank 0 said goodbye."""
         try:
             recv_rest(self._members.data[HUB], [self._plan], 0, self._plans.size)
-        except ConnectionEnded:
+        except ConnectionEndedError:
             if not self._members.closing.is_set:
                 self._members.check_goodbye(HUB)
             return None
@@ -79,18 +79,14 @@ class Follower:
             views.append(memoryview(self._gap)[:gap])
             views += [self._logits_bytes[start * width : end * width] for start, end in spans]
         size = EXCHANGE.size + self._codec.payload_bytes(header.rows, logits_dtype)
-        peer = peer_name(
-            "attention", self._members.topology.sender(group, self._members.hello.rank)
-        )
+        peer = peer_name("attention", self._members.topology.sender(group, self._members.hello.rank))
         try:
             recv_rest(self._members.data[peer], views, 0, size)
-        except ConnectionEnded as error:
+        except ConnectionEndedError as error:
             if self._members.closing.is_set:
                 raise TransportError(f"{self._members.name} was closed.") from error
             raise self._members.lost(peer) from error
         found = self._codec.decode(self._frame, Kind.REQUEST)
         if found != (header, logits_dtype):
-            raise FrameError(
-                f"{peer} sent {found}, but FFN rank 0 planned {header}; restart all servers."
-            )
+            raise FrameError(f"{peer} sent {found}, but FFN rank 0 planned {header}; restart all servers.")
         self._stats.bytes_received += size

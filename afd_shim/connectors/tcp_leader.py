@@ -9,7 +9,7 @@ import torch
 
 from afd_shim.connectors.base import Batch, ExchangeHeader, ExchangeStats
 from afd_shim.connectors.batches import Request, Rows, make_batch
-from afd_shim.connectors.framing import ConnectionEnded, recv_some, send_all
+from afd_shim.connectors.framing import ConnectionEndedError, recv_some, send_all
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.sequencer import Plan, Sequencer, place
 from afd_shim.connectors.staging import staging_for
@@ -50,8 +50,7 @@ class Leader:
         self._staging = staging_for(device, agreement.max_rows * agreement.row_bytes)
         self._answer = bytearray(EXCHANGE.size)
         self._followers = [
-            (name, members.data[name])
-            for name in (peer_name("ffn", rank) for rank in range(1, topology.num_ffn_ranks))
+            (name, members.data[name]) for name in (peer_name("ffn", rank) for rank in range(1, topology.num_ffn_ranks))
         ]
         self._poller = select.poll()
         self._links: dict[int, _Link] = {}
@@ -84,7 +83,7 @@ class Leader:
         """Take what has arrived on `link`; a complete request goes to the sequencer."""
         try:
             link.got = recv_some(link.sock, link.views, link.got, flags)
-        except ConnectionEnded:
+        except ConnectionEndedError:
             if not self._members.closing.is_set:
                 self._members.check_goodbye(link.peer)
                 self._drop(link)
@@ -92,13 +91,11 @@ class Leader:
         try:
             if link.header is None and link.got >= EXCHANGE.size:
                 link.header, link.logits_dtype = self._codec.decode(link.frame, Kind.REQUEST)
-                link.size = EXCHANGE.size + self._codec.payload_bytes(
-                    link.header.rows, link.logits_dtype
-                )
-            if link.header is not None and link.got > link.size:
-                raise FrameError("a second request came before the first was answered.")
+                link.size = EXCHANGE.size + self._codec.payload_bytes(link.header.rows, link.logits_dtype)
         except FrameError as error:
-            raise FrameError(f"{link.peer}: {error} Restart both servers.") from error
+            raise FrameError(f"{link.peer} sent a bad frame: {error} Restart both servers.") from error
+        if link.header is not None and link.got > link.size:
+            raise FrameError(f"{link.peer} sent a second request before the first was answered; restart both servers.")
         if link.header is not None and link.got == link.size:
             link.request.arrived(link.header.rows, link.logits_dtype)
             self._stats.bytes_received += link.size
@@ -112,7 +109,7 @@ class Leader:
             for peer, sock in self._followers:
                 try:
                     send_all(sock, [frame], len(frame))
-                except ConnectionEnded as error:
+                except ConnectionEndedError as error:
                     raise self._members.lost(peer) from error
                 self._stats.bytes_sent += len(frame)
         members = place(plan.entries)
@@ -140,7 +137,7 @@ class Leader:
             ]
             try:
                 send_all(link.sock, views, size)
-            except ConnectionEnded:
+            except ConnectionEndedError:
                 if self._members.closing.is_set:
                     return
                 self._members.check_goodbye(link.peer)  # the next receive drops it

@@ -70,9 +70,7 @@ def check_rank(role: str, rank: int, ranks: int) -> None:
         )
 
 
-def check_ffn_layout(
-    *, num_ffn_ranks: int, tensor_parallel_size: int, data_parallel_size: int
-) -> None:
+def check_ffn_layout(*, num_ffn_ranks: int, tensor_parallel_size: int, data_parallel_size: int) -> None:
     """ConfigError unless the FFN server's ranks form one tensor and expert parallel group.
 
     With data parallel replicas each rank would compute other rows, and summing them over the

@@ -53,6 +53,8 @@ class Kind(enum.IntEnum):
 
 
 class DType(NamedTuple):
+    """A dtype on the wire: its code, and bytes per item."""
+
     code: int
     itemsize: int
 
@@ -72,8 +74,7 @@ def dtype_named(name: str) -> DType:
         return DTYPES[name]
     except KeyError:
         raise FrameError(
-            f"{name} does not travel between the roles; serve the model with "
-            f"--dtype {', '.join(DTYPES)}."
+            f"{name} does not travel between the roles; serve the model with --dtype {', '.join(DTYPES)}."
         ) from None
 
 
@@ -112,6 +113,8 @@ class Agreement:
 
 
 class Prefix(NamedTuple):
+    """What starts every frame."""
+
     version: int
     kind: int
     body_bytes: int
@@ -122,8 +125,7 @@ def decode_prefix(data: bytes | bytearray | memoryview) -> Prefix:
     magic, version, kind, zero, body_bytes = PREFIX.unpack_from(data)
     if magic != MAGIC or zero != 0:
         raise FrameError(
-            f"not an afd-shim frame (it starts with {bytes(data[:8])!r}); is another program using "
-            f"this port?"
+            f"not an afd-shim frame (it starts with {bytes(data[:8])!r}); is another program using this port?"
         )
     return Prefix(version, kind, body_bytes)
 
@@ -138,9 +140,7 @@ def check_control_prefix(prefix: Prefix) -> None:
     if not Kind.HELLO <= prefix.kind <= Kind.GOODBYE:
         raise FrameError(f"a control connection carried a frame of kind {prefix.kind}.")
     if prefix.body_bytes > MAX_CONTROL_BODY:
-        raise FrameError(
-            f"a control frame of {prefix.body_bytes} bytes; at most {MAX_CONTROL_BODY} are read."
-        )
+        raise FrameError(f"a control frame of {prefix.body_bytes} bytes; at most {MAX_CONTROL_BODY} are read.")
 
 
 def encode_control(kind: Kind, body: bytes) -> bytes:
@@ -169,9 +169,7 @@ class ExchangeCodec:
         agreed = self._agreement
         return agreed.logits_offset(rows) + rows * agreed.logits_row_bytes(logits_dtype)
 
-    def encode(
-        self, buffer: bytearray, kind: Kind, header: ExchangeHeader, logits_dtype: str = ""
-    ) -> int:
+    def encode(self, buffer: bytearray, kind: Kind, header: ExchangeHeader, logits_dtype: str = "") -> int:
         """Pack `header` into `buffer` (64 bytes); return the payload's bytes."""
         payload = self.payload_bytes(header.rows, logits_dtype)
         EXCHANGE.pack_into(
@@ -196,9 +194,7 @@ class ExchangeCodec:
         )
         return payload
 
-    def decode(
-        self, buffer: bytes | bytearray | memoryview, kind: Kind
-    ) -> tuple[ExchangeHeader, str]:
+    def decode(self, buffer: bytes | bytearray | memoryview, kind: Kind) -> tuple[ExchangeHeader, str]:
         """(header, router logits' dtype); FrameError names the first field not agreed on."""
         (
             magic,
@@ -263,9 +259,7 @@ def _logits_dtype(code: int, experts: int) -> str:
 def check_header(header: ExchangeHeader, agreed: Agreement) -> None:
     """FrameError unless `header` describes an exchange that was agreed on."""
     if header.layer not in agreed.moe_layers:
-        raise FrameError(
-            f"layer: {header.layer} is none of the {len(agreed.moe_layers)} MoE layers agreed on."
-        )
+        raise FrameError(f"layer: {header.layer} is none of the {len(agreed.moe_layers)} MoE layers agreed on.")
     if header.stage >= MAX_STAGES:
         raise FrameError(f"stage: {header.stage}, but at most {MAX_STAGES} exist.")
     if header.real_rows > header.rows:
@@ -319,9 +313,7 @@ class PlanCodec:
         offset = PLAN_HEAD.size
         for group, header, _ in entries:
             flags = (_DUMMY if header.dummy else 0) | (_LAST_LAYER if header.last_layer else 0)
-            PLAN_ENTRY.pack_into(
-                frame, offset, header.step, group, header.rows, header.real_rows, flags
-            )
+            PLAN_ENTRY.pack_into(frame, offset, header.step, group, header.rows, header.real_rows, flags)
             offset += PLAN_ENTRY.size
         return frame
 
