@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from afd_shim.moe.layers import MoELayer
     from afd_shim.moe.proxy import RemoteFFNProxy
 
-__all__ = ["Building", "RoleContext", "current", "take", "release"]
+__all__ = ["Building", "RoleContext", "current", "release", "take"]
 
 
 class Building(Enum):

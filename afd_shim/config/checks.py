@@ -126,7 +126,8 @@ def _parallelism(_: AFDConfig, config: VllmConfig) -> None:
             raise ConfigError(f"{words} ({size}) is not supported with AFD; leave {flag} at 1.", key=key)
     if parallel.use_ubatching:
         raise ConfigError(
-            "dual-batch overlap (--enable-dbo, --ubatch-size) is not supported with AFD; leave it out.", key="enable_dbo"
+            "dual-batch overlap (--enable-dbo, --ubatch-size) is not supported with AFD; leave it out.",
+            key="enable_dbo",
         )
     if parallel.enable_elastic_ep:
         raise ConfigError(
@@ -144,7 +145,8 @@ def _parallelism(_: AFDConfig, config: VllmConfig) -> None:
 def _eplb(afd: AFDConfig, config: VllmConfig) -> None:
     if afd.is_attention and config.parallel_config.enable_eplb:
         raise ConfigError(
-            "the Attention role has no experts to balance; give --enable-eplb and --eplb-config to the FFN command only.",
+            "the Attention role has no experts to balance; "
+            "give --enable-eplb and --eplb-config to the FFN command only.",
             key="enable_eplb",
         )
     if afd.is_attention and config.parallel_config.eplb_config.num_redundant_experts:

@@ -125,7 +125,8 @@ class ServingLoop:
         lost: list[PeerLostError] = []
         connector = create_ffn_connector(self._afd, self._hello, device=self._device, on_peer_lost=lost.append)
         self._connector = connector
-        logger.info("AFD: waiting for %d Attention ranks at %s:%d", self._afd.num_attention_ranks, self._afd.host, self._afd.port)
+        afd = self._afd
+        logger.info("AFD: waiting for %d Attention ranks at %s:%d", afd.num_attention_ranks, afd.host, afd.port)
         connector.connect()
         if not self._stopping.is_set():
             logger.info("AFD: serving %d MoE layers", len(self._layers))
@@ -152,7 +153,9 @@ class ServingLoop:
             return torch.empty_like(batch.hidden_states)
         return self._forward(layer, batch.hidden_states, batch.router_logits)
 
-    def _forward(self, layer: MoELayer, hidden_states: torch.Tensor, router_logits: torch.Tensor | None) -> torch.Tensor:
+    def _forward(
+        self, layer: MoELayer, hidden_states: torch.Tensor, router_logits: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run vLLM's own MoE layer, as the model's forward would.
 
         Args:

@@ -138,9 +138,7 @@ def plan_checkpoint(vllm_config: VllmConfig, context: RoleContext) -> Checkpoint
         )
     wants_ffn = not context.config.is_attention
     owned = frozenset(
-        name
-        for name, storages in trace.reached.items()
-        if any((storage in ffn) == wants_ffn for storage in storages)
+        name for name, storages in trace.reached.items() if any((storage in ffn) == wants_ffn for storage in storages)
     )
     plan = CheckpointPlan(
         owned=owned,
@@ -237,7 +235,7 @@ class _InPlaceWrites(TorchDispatchMode):
         self._trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's signature
-        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):  # noqa: SLF001 - the only way to tell
             self._trace.reach(storage_key(args[0]))
         return func(*args, **(kwargs or {}))
 

@@ -32,7 +32,9 @@ class AFDRemoteMoEMethod(FusedMoEMethodBase):
         """No weights, hence no quantisation to describe."""
         return None
 
-    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: object) -> tuple[int, int]:
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *_: object
+    ) -> tuple[int, int]:
         """Keep the sizes: padding for kernels is the FFN's business, not the wire's."""
         return hidden_size, intermediate_size_per_partition
 

@@ -84,10 +84,14 @@ def build_attention_moe_runner(factory: NativeFactory, call: Mapping[str, object
     index = _claim_index(name, context)
     layer_gate = call.get("gate") if context.config.compute_gate_on_attention else None
     runs_routing_here = call.get("gate") is None or layer_gate is not None
-    arguments = dict(call) | _FIXED_ON_ATTENTION | {
-        "gate": layer_gate,
-        "runner_cls": AFDExternalRoutingMoERunner if runs_routing_here else AFDRemoteMoERunner,
-    }
+    arguments = (
+        dict(call)
+        | _FIXED_ON_ATTENTION
+        | {
+            "gate": layer_gate,
+            "runner_cls": AFDExternalRoutingMoERunner if runs_routing_here else AFDRemoteMoERunner,
+        }
+    )
     if call.get("routed_input_transform") is not None:
         # The factory is given the latent width; what travels is the model's.
         arguments["hidden_size"] = config.model_config.get_hidden_size()
@@ -112,8 +116,8 @@ def build_ffn_moe_runner(factory: NativeFactory, call: Mapping[str, object], con
     index = _claim_index(name, context)
     if torch.get_default_device().type == "meta":
         raise UnsupportedModelError(
-            f"{name}: this model builds its MoE layers outside vLLM's make_layers, where the FFN role allocates nothing. "
-            "Serve it unsplit."
+            f"{name}: this model builds its MoE layers outside vLLM's make_layers, where the FFN role "
+            "allocates nothing. Serve it unsplit."
         )
     gate_on_attention = context.config.compute_gate_on_attention
     arguments = dict(call)
@@ -175,7 +179,9 @@ def _reject_untransportable(name: str, call: Mapping[str, object]) -> None:
     }
     for key, reason in reasons.items():
         if call.get(key) is not None:
-            raise UnsupportedModelError(f"{name}: the model {reason}, which does not travel; serve it unsplit.", key=key)
+            raise UnsupportedModelError(
+                f"{name}: the model {reason}, which does not travel; serve it unsplit.", key=key
+            )
     if call.get("fuse_shared_experts") or call.get("n_shared_experts"):
         raise UnsupportedModelError(
             f"{name}: shared experts are fused into the routed ones; turn shared-expert fusion off.",
@@ -195,7 +201,8 @@ def _reject_untransportable(name: str, call: Mapping[str, object]) -> None:
     held = _held_state(call.get("custom_routing_function"))
     if held is not None:
         raise UnsupportedModelError(
-            f"{name}: its routing function reads {held} of the attention side, which does not travel; serve it unsplit.",
+            f"{name}: its routing function reads {held} of the attention side, which does not travel; "
+            "serve it unsplit.",
             key="custom_routing_function",
         )
 
@@ -238,7 +245,7 @@ def require_layers(layers: Sequence[MoELayer], model: str) -> list[MoELayer]:
     """
     if not layers:
         raise LayerError(
-            f"{model} built no MoE layer through vLLM's FusedMoEFactory, so there is nothing to split; serve it unsplit."
+            f"{model} built no MoE layer through vLLM's FusedMoEFactory, so there is nothing to split; "
+            "serve it unsplit."
         )
     return sorted(layers, key=lambda layer: layer.index)
-

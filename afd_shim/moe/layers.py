@@ -54,7 +54,9 @@ class MoELayer:
     ffn_tensors: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def describe(cls, call: Mapping[str, object], runner: MoERunner, index: int, *, gate_on_attention: bool) -> MoELayer:
+    def describe(
+        cls, call: Mapping[str, object], runner: MoERunner, index: int, *, gate_on_attention: bool
+    ) -> MoELayer:
         """Describe the layer a factory call with these (native) arguments builds."""
         gate = call.get("gate")
         placement = "external" if gate is None else "attention" if gate_on_attention else "ffn"

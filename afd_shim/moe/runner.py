@@ -100,8 +100,8 @@ class AFDExternalRoutingMoERunner(AFDRemoteMoERunner):
         width = self.moe_config.num_logical_experts
         if router_logits.shape[-1] != width:
             raise LayerError(
-                f"{self.layer_name}: router logits have width {router_logits.shape[-1]}, the layer has {width} experts. "
-                "Nothing was sent. Report this with the model's name: its gate was not applied."
+                f"{self.layer_name}: router logits have width {router_logits.shape[-1]}, the layer has {width} "
+                "experts. Nothing was sent. Report this with the model's name: its gate was not applied."
             )
         return self._proxy().exchange(self._layer_index, hidden_states, router_logits)
 

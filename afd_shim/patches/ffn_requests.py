@@ -16,11 +16,11 @@ def build(original: Callable[..., object]) -> Callable[..., NoReturn]:
     from vllm.exceptions import VLLMValidationError
 
     @functools.wraps(original)
-    def process_inputs(self: object, *args: object, **kwargs: object) -> NoReturn:
+    def process_inputs(*_args: object, **_kwargs: object) -> NoReturn:
         raise VLLMValidationError(
             "this server holds the FFN role of an Attention-FFN disaggregated deployment: it has experts only and "
             "answers no inference requests. Send the request to the Attention server, the one started with "
-            "\"role\": \"attention\" in its 'afd' configuration."
+            '"role": "attention" in its \'afd\' configuration.'
         )
 
     return process_inputs

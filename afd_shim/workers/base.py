@@ -160,4 +160,3 @@ class RoleWorker(Base):
         """Release vLLM's worker and give the role back."""
         role.release(self.role)
         super().shutdown()
-
