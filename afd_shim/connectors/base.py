@@ -220,6 +220,13 @@ class AttentionConnector(ABC):
         device it is filled on the current stream. Raises PeerLostError, FrameError.
         """
 
+    def raise_if_lost(self) -> None:  # noqa: B027 - most transports have nothing to say here
+        """Raise PeerLostError if a peer is gone, so that answers of this step cannot be trusted.
+
+        For transports that only enqueue their receives: a stream that an abort unblocked holds
+        anything. One that waits for each answer has raised already.
+        """
+
     @abstractmethod
     def close(self, reason: str | None = None) -> None:
         """Say goodbye and release everything; from any thread, any number of times.

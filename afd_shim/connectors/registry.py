@@ -48,6 +48,11 @@ CONNECTORS: dict[str, ConnectorEntry] = {
         ffn="afd_shim.connectors.tcp:TcpFFNConnector",
         device_types=("cpu", "cuda"),
     ),
+    "P2pNcclAFDConnector": ConnectorEntry(
+        attention="afd_shim.connectors.p2p_nccl:P2pNcclAttentionConnector",
+        ffn="afd_shim.connectors.p2p_nccl:P2pNcclFFNConnector",
+        device_types=("cuda",),
+    ),
 }
 
 

@@ -23,7 +23,9 @@ from afd_shim.connectors.topology import check_rank
 from afd_shim.connectors.wire import DTYPES, EXCHANGE, Agreement, ExchangeCodec, Kind, check_header
 from afd_shim.errors import FrameError, PeerLostError, TransportError
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+"""What the dtypes that travel are called on the wire."""
+
 _PADDING = memoryview(bytes(16))
 
 
@@ -62,7 +64,7 @@ class TcpAttentionConnector(AttentionConnector):
         agreement = self._members.agreement
         self._agreement: Agreement = agreement
         self._codec = ExchangeCodec(agreement)
-        self._staging = staging_for(self._device, agreement.max_payload_bytes)
+        self._prepare(agreement)
         self._dtype: torch.dtype = getattr(torch, agreement.dtype)
         topology = self._members.topology
         rank = self._members.hello.rank
@@ -71,6 +73,10 @@ class TcpAttentionConnector(AttentionConnector):
             for name in (peer_name("ffn", ffn) for ffn in topology.ffn_ranks_fed_by(rank))
         ]
         self._is_answered = topology.is_answered(rank)
+
+    def _prepare(self, agreement: Agreement) -> None:
+        """Get ready to move payloads of up to what was agreed on."""
+        self._staging = staging_for(self._device, agreement.max_payload_bytes)
 
     def send_attn_output(
         self,
@@ -83,7 +89,7 @@ class TcpAttentionConnector(AttentionConnector):
         self._check(header, hidden_states, router_logits)
         self._in_flight = header
         with self._io:
-            logits_dtype = "" if router_logits is None else _DTYPE_NAMES[router_logits.dtype]
+            logits_dtype = "" if router_logits is None else DTYPE_NAMES[router_logits.dtype]
             payload = self._codec.encode(self._frame, Kind.REQUEST, header, logits_dtype)
             if router_logits is None:
                 views = [memoryview(self._frame), *self._staging.outgoing((hidden_states,))]
@@ -167,8 +173,8 @@ class TcpAttentionConnector(AttentionConnector):
             raise ValueError("router_logits travel exactly where Attention owns the gate.")
         if router_logits is not None:
             dtype = router_logits.dtype
-            if dtype not in _DTYPE_NAMES:
-                raise ValueError(f"router_logits: {dtype}; only {list(_DTYPE_NAMES)} travel.")
+            if dtype not in DTYPE_NAMES:
+                raise ValueError(f"router_logits: {dtype}; only {list(DTYPE_NAMES)} travel.")
             self._check_rows("router_logits", router_logits, header.rows, agreed.num_experts, dtype)
 
     def _check_rows(self, what: str, tensor: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Protocol
 
 import torch
 
@@ -21,6 +22,16 @@ from afd_shim.connectors.membership import Membership
 from afd_shim.connectors.tcp_follower import Follower
 from afd_shim.connectors.tcp_leader import Leader
 from afd_shim.connectors.topology import check_rank
+
+
+class BatchSource(Protocol):
+    """The serving thread's half of a connector: FFN rank 0's, or another FFN rank's."""
+
+    def next_batch(self) -> Batch | None:
+        """Wait for a batch; None when closing, or when nobody is left to serve."""
+
+    def answer(self, batch: Batch, output: torch.Tensor) -> None:
+        """Send every member its rows, on FFN rank 0; nothing on the others."""
 
 
 class TcpFFNConnector(FFNConnector):
@@ -45,7 +56,7 @@ class TcpFFNConnector(FFNConnector):
         kind = Hub if hello.rank == 0 else Joiner
         self._members: Membership = kind(address, hello, on_peer_lost)
         self._members.in_flight = self._describe_in_flight
-        self._source: Leader | Follower | None = None
+        self._source: BatchSource | None = None
         self._in_flight: Batch | None = None
         self._received_at = 0.0
         self._io = threading.Lock()
@@ -63,8 +74,12 @@ class TcpFFNConnector(FFNConnector):
         if self._members.closing.is_set:
             return
         with self._io:
-            source = Leader if isinstance(self._members, Hub) else Follower
-            self._source = source(self._members, self._device, self.stats)
+            self._source = self._open_source()
+
+    def _open_source(self) -> BatchSource:
+        """What receives batches, once everyone is here."""
+        kind = Leader if isinstance(self._members, Hub) else Follower
+        return kind(self._members, self._device, self.stats)
 
     def recv_attn_output(self) -> Batch | None:
         """See `FFNConnector.recv_attn_output`."""
@@ -93,7 +108,7 @@ class TcpFFNConnector(FFNConnector):
                 f"contiguous {tuple(like.shape)} {like.dtype} one on {like.device} was agreed."
             )
         with self._io:
-            if isinstance(self._source, Leader):
+            if self._source is not None:
                 self._source.answer(batch, output)
         self._in_flight = None
         stats = self.stats

@@ -63,6 +63,9 @@ class Follower:
             self._copied.record(torch.cuda.current_stream(self._device))
         return make_batch(step, members, self._rows)
 
+    def answer(self, batch: Batch, output: torch.Tensor) -> None:
+        """FFN rank 0 alone answers."""
+
     def _receive(self, member: Member, logits_dtype: str) -> None:
         """One request's rows, straight to their places in the batch."""
         group, header, first_real, first_padding = member

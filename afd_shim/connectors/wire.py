@@ -37,7 +37,7 @@ PAYLOAD_ALIGNMENT: Final = 16
 
 
 class Kind(enum.IntEnum):
-    """What a frame is; 1-15 travel on control connections and open data ones, 16-31 are data."""
+    """What a frame is; 1-15 travel on control connections and open data ones, 16-31 on data ones."""
 
     HELLO = 1
     WELCOME = 2
@@ -50,6 +50,7 @@ class Kind(enum.IntEnum):
     REQUEST = 16
     REPLY = 17
     PLAN = 18
+    PAIR = 19
 
 
 class DType(NamedTuple):
