@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -98,15 +97,16 @@ class ServingLoop:
             ) from self._error
 
     def warm_up(self) -> None:
-        """Run the first MoE layer at full size: what kernels allocate later they allocate now."""
+        """Run every MoE layer at full size: what kernels allocate later they allocate now."""
         rows = self._hello.max_num_tokens
         dtype = getattr(torch, self._hello.dtype)
         hidden = torch.zeros(rows, self._hello.hidden_size, dtype=dtype, device=self._device)
-        for layer in self._layers.values():
-            logits = None
-            if layer.gate != "ffn":
-                logits = torch.zeros(rows, layer.num_experts, dtype=dtype, device=self._device)
-            self._forward(layer, hidden, logits)
+        with current_platform.inference_mode():
+            for layer in self._layers.values():
+                logits = None
+                if layer.gate != "ffn":
+                    logits = torch.zeros(rows, layer.num_experts, dtype=dtype, device=self._device)
+                self._forward(layer, hidden, logits)
 
     def _run(self) -> None:
         try:
@@ -168,11 +168,7 @@ class ServingLoop:
             `[rows, hidden]`, finished: scaled, shared experts added, reduced.
 
         """
-        with (
-            set_current_vllm_config(self._vllm_config),
-            set_forward_context(None, self._vllm_config, num_tokens=hidden_states.shape[0]),
-            current_platform.inference_mode(),
-        ):
+        with set_forward_context(None, self._vllm_config, num_tokens=hidden_states.shape[0]):
             output: torch.Tensor = layer.runner(
                 hidden_states=hidden_states,
                 router_logits=hidden_states if router_logits is None else router_logits,
