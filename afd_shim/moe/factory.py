@@ -228,7 +228,7 @@ def _held_state(function: object) -> str | None:
 def _claim_index(name: str, context: RoleContext) -> int:
     index = extract_layer_index(name)
     for layer in context.layers:
-        if layer.index == index:
+        if layer.index == index and layer.name != name:  # the same name twice is vLLM's own error
             raise UnsupportedModelError(
                 f"decoder layer {index} has two MoE layers, {layer.name} and {name}; one exchange per layer travels. "
                 "Serve this model unsplit."
