@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from afd_shim.errors import ConfigError, LayerError, UnsupportedModelError
 from afd_shim.testing.checkpoints import Checkpoint
 from afd_shim.testing.local_roles import LoadedModel, inspect_here, load_role, patched_vllm
 
-LAYER: dict[str, object] = {
+LAYER: dict[str, Any] = {
     "num_experts": 8,
     "top_k": 2,
     "hidden_size": 128,
@@ -48,7 +49,7 @@ def context(attention: LoadedModel) -> Iterator[role.RoleContext]:
     registered.update(before)
 
 
-def build(attention: LoadedModel, **arguments: object) -> nn.Module:
+def build(attention: LoadedModel, **arguments: Any) -> nn.Module:
     """Build one MoE layer as a model does."""
     with set_current_vllm_config(attention.config):
         runner: nn.Module = fused_moe.FusedMoEFactory(**(LAYER | {"prefix": "model.layers.9.mlp.experts"} | arguments))
@@ -57,7 +58,7 @@ def build(attention: LoadedModel, **arguments: object) -> nn.Module:
 
 def ask_for_capture(attention: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask vLLM to return routed experts: a flag of the model's in 0.30, of the outputs' since."""
-    holder = getattr(attention.config, "aux_output_config", attention.config.model_config)
+    holder: Any = getattr(attention.config, "aux_output_config", attention.config.model_config)
     assert holder.enable_return_routed_experts is False
     monkeypatch.setattr(holder, "enable_return_routed_experts", True)
 
