@@ -159,7 +159,7 @@ class PeerLostError(TransportError, ConnectionError):
         return (_rebuild_peer_lost, (str(self), self.peer, self.clean))
 
 
-def _rebuild_peer_lost(message: str, peer: str, clean: bool) -> PeerLostError:
+def _rebuild_peer_lost(message: str, peer: str, clean: bool) -> PeerLostError:  # noqa: FBT001 - pickle passes it by position
     return PeerLostError(message, peer=peer, clean=clean)
 
 

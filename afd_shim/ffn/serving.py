@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -101,7 +102,7 @@ class ServingLoop:
         rows = self._hello.max_num_tokens
         dtype = getattr(torch, self._hello.dtype)
         hidden = torch.zeros(rows, self._hello.hidden_size, dtype=dtype, device=self._device)
-        with current_platform.inference_mode():
+        with inference_mode():
             for layer in self._layers.values():
                 logits = None
                 if layer.gate != "ffn":
@@ -130,7 +131,7 @@ class ServingLoop:
         connector.connect()
         if not self._stopping.is_set():
             logger.info("AFD: serving %d MoE layers", len(self._layers))
-        with current_platform.inference_mode():
+        with inference_mode():
             while (batch := connector.recv_attn_output()) is not None:
                 connector.send_ffn_output(batch, self._compute(batch))
         if lost:
@@ -180,6 +181,11 @@ class ServingLoop:
         if connector is not None:
             connector.close(reason)
             self._served = _sum(self._served, connector.stats)
+
+
+def inference_mode() -> AbstractContextManager[object]:
+    """vLLM's inference mode on this platform; gradient modes are per thread, so this thread needs its own."""
+    return cast("AbstractContextManager[object]", current_platform.inference_mode())  # type: ignore[no-untyped-call]
 
 
 def _sum(first: ExchangeStats, second: ExchangeStats) -> ExchangeStats:

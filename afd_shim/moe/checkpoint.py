@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,7 +122,7 @@ def plan_checkpoint(vllm_config: VllmConfig, context: RoleContext) -> Checkpoint
         with context.build(Building.SKELETON) as layers, _meta_model(config):
             model = loader.create_model(vllm_config=config, model_config=config.model_config)
         trace = _Trace(model)
-        with set_default_torch_dtype(config.model_config.dtype), trace.follow():
+        with set_default_torch_dtype(cast("torch.dtype", config.model_config.dtype)), trace.follow():
             _load(loader, model, config)
     except UnsupportedModelError:
         raise
@@ -172,7 +172,7 @@ def _meta_model(config: VllmConfig) -> Iterator[None]:
     saved = dict(ropes)
     ropes.clear()
     try:
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        with set_default_torch_dtype(cast("torch.dtype", config.model_config.dtype)), torch.device("meta"):
             yield
     finally:
         ropes.clear()
@@ -205,12 +205,17 @@ class _Trace:
     def follow(self) -> Iterator[None]:
         """Let vLLM's iterators see headers only, and notice writes that bypass the weight loaders."""
         real = weight_utils.safe_open
-        weight_utils.safe_open = lambda *args, **kwargs: _HeadersOnly(self, real(*args, **kwargs))
+
+        def headers_only(*args: Any, **kwargs: Any) -> _HeadersOnly:  # noqa: ANN401 - safetensors ships no types
+            return _HeadersOnly(self, real(*args, **kwargs))
+
+        # setattr: to mypy a name imported as a class cannot be assigned.
+        setattr(weight_utils, "safe_open", headers_only)  # noqa: B010
         try:
             with _InPlaceWrites(self):
                 yield
         finally:
-            weight_utils.safe_open = real
+            setattr(weight_utils, "safe_open", real)  # noqa: B010 - as above
 
 
 class _Recorder:
@@ -227,11 +232,11 @@ class _Recorder:
         return True  # "loaded": the expert loop stops at the first mapping that fits
 
 
-class _InPlaceWrites(TorchDispatchMode):
+class _InPlaceWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Notes in-place writes into parameters, for models that copy without a weight loader."""
 
     def __init__(self, trace: _Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's signature

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -25,7 +26,7 @@ class AFDRemoteMoEMethod(FusedMoEMethodBase):
     (0.30.0-0.33.0). `apply` stays vLLM's, which raises: nothing may compute experts here.
     """
 
-    def create_weights(self, layer: RoutedExperts, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         """Create nothing: the weights live on the FFN ranks."""
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:

@@ -20,12 +20,11 @@ from afd_shim.moe.pruning import parameter_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker as Base
 
     from afd_shim.moe.layers import MoELayer
-
-    Base = Any
 else:
-    Base = object
+    Base = object  # the platform's worker comes after this class: workers/cpu.py, workers/gpu.py
 
 __all__ = ["RoleWorker"]
 
@@ -60,6 +59,7 @@ class RoleWorker(Base):
     def init_device(self) -> None:
         """Initialise the device as vLLM does, and keep which one it is."""
         super().init_device()
+        assert self.device is not None  # vLLM has just set it
         self.role.device = self.device
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature differs between releases
