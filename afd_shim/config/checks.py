@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from afd_shim.config.eplb import check_ffn_eplb
 from afd_shim.config.models import check_architectures
 from afd_shim.config.schema import AFDConfig
 from afd_shim.connectors.registry import CONNECTORS, supported_device_types
@@ -156,6 +157,18 @@ def _eplb(afd: AFDConfig, config: VllmConfig) -> None:
         )
 
 
+def _cpu_experts(afd: AFDConfig, config: VllmConfig) -> None:
+    expert_parallel = config.parallel_config.enable_expert_parallel and config.parallel_config.tensor_parallel_size > 1
+    if afd.is_attention or not expert_parallel or config.device_config.device_type != "cpu":
+        return
+    if config.model_config.quantization is not None:
+        raise ConfigError(
+            f"vLLM's CPU kernels for {config.model_config.quantization} experts ignore which rank holds an expert; "
+            "leave --enable-expert-parallel out, or serve an unquantized checkpoint.",
+            key="enable_expert_parallel",
+        )
+
+
 def _capture(_: AFDConfig, config: VllmConfig) -> None:
     if routed_experts_capture_enabled(config):
         raise ConfigError(
@@ -212,5 +225,17 @@ def _kernels(_: AFDConfig, config: VllmConfig) -> None:
         )
 
 
-CHECKS: tuple[Check, ...] = (_model, _worker, _ranks, _parallelism, _eplb, _capture, _decoding, _loading, _kernels)
+CHECKS: tuple[Check, ...] = (
+    _model,
+    _worker,
+    _ranks,
+    _parallelism,
+    _eplb,
+    check_ffn_eplb,
+    _cpu_experts,
+    _capture,
+    _decoding,
+    _loading,
+    _kernels,
+)
 """In the order they are made."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from afd_shim.config import AFDConfig
+    from afd_shim.ffn.eplb import ExpertLoadBalancer
     from afd_shim.moe.layers import MoELayer
 
 __all__ = ["ServingLoop"]
@@ -39,6 +40,7 @@ class ServingLoop:
         hello: what this rank tells its peers.
         layers: the native MoE layers, in the order of the model's forward.
         device: where they live.
+        balancer: steps with what is served; None without expert load balancing.
         on_failure: called from the serving thread with the error that ended it.
 
     """
@@ -51,6 +53,7 @@ class ServingLoop:
         hello: Hello,
         layers: Sequence[MoELayer],
         device: torch.device,
+        balancer: ExpertLoadBalancer | None = None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.max_batch_rows = 0
@@ -60,6 +63,7 @@ class ServingLoop:
         self._hello = hello
         self._layers = {layer.index: layer for layer in layers}
         self._device = device
+        self._balancer = balancer
         self._on_failure = on_failure
         self._served = ExchangeStats()  # of connections that have ended
         self._connector: FFNConnector | None = None
@@ -103,11 +107,15 @@ class ServingLoop:
         dtype = getattr(torch, self._hello.dtype)
         hidden = torch.zeros(rows, self._hello.hidden_size, dtype=dtype, device=self._device)
         with inference_mode():
+            if self._balancer is not None:
+                self._balancer.prepare_warm_up()
             for layer in self._layers.values():
                 logits = None
                 if layer.gate != "ffn":
                     logits = torch.zeros(rows, layer.num_experts, dtype=dtype, device=self._device)
                 self._forward(layer, hidden, logits)
+            if self._balancer is not None:
+                self._balancer.end_warm_up()
 
     def _run(self) -> None:
         try:
@@ -134,6 +142,8 @@ class ServingLoop:
         with inference_mode():
             while (batch := connector.recv_attn_output()) is not None:
                 connector.send_ffn_output(batch, self._compute(batch))
+                if self._balancer is not None:
+                    self._balancer.eplb_step(batch)
         if lost:
             raise lost[0]
         self._close()
@@ -152,6 +162,8 @@ class ServingLoop:
         self.steps += batch.ends_step
         if rows == 0:
             return torch.empty_like(batch.hidden_states)
+        if self._balancer is not None:
+            self._balancer.prepare_forward(batch)
         return self._forward(layer, batch.hidden_states, batch.router_logits)
 
     def _forward(

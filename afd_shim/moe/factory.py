@@ -58,6 +58,9 @@ _FIXED_ON_ATTENTION: FactoryCall = {
     "routed_experts_cls": AFDRemoteRoutedExperts,
 }
 
+_WHOLE: FactoryCall = {"tp_size": 1, "dp_size": 1, "pcp_size": 1, "enable_eplb": False, "num_redundant_experts": 0}
+"""Arguments of the factory call that shard a layer or replicate its experts, and what they are for the skeleton."""
+
 
 def build_attention_moe_runner(factory: NativeFactory, call: Mapping[str, object], context: RoleContext) -> MoERunner:
     """Build the Attention role's MoE layer with vLLM's factory.
@@ -129,8 +132,12 @@ def build_ffn_moe_runner(factory: NativeFactory, call: Mapping[str, object], con
 
 
 def record_native_layer(factory: NativeFactory, call: Mapping[str, object], context: RoleContext) -> MoERunner:
-    """Build the layer as vLLM does and remember who would own its parts (the skeleton)."""
-    runner = factory(**call)
+    """Build the layer as vLLM does and remember who would own its parts (the skeleton).
+
+    It is whole, whatever the parallelism: an expert map on the meta device says nothing, and which of
+    a role's ranks holds an expert does not change what the role owns.
+    """
+    runner = factory(**dict(call) | _WHOLE)
     name = str(call.get("prefix", ""))
     gate_on_attention = context.config.compute_gate_on_attention
     context.layers.append(

@@ -22,11 +22,15 @@ def build(original: CreateEngineConfig) -> CreateEngineConfig:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:  # noqa: ANN401 - passed on
-        config = original(self, *args, **kwargs)
-        if config.additional_config:
-            from afd_shim.config.apply import apply_role  # only with an additional_config
+        if not self.additional_config:
+            return original(self, *args, **kwargs)
+        from afd_shim.config.apply import apply_role  # only with an additional_config
+        from afd_shim.config.eplb import withhold_eplb
 
-            apply_role(config)
+        withheld = withhold_eplb(self)
+        config = original(withheld.arguments, *args, **kwargs)
+        withheld.restore(config)
+        apply_role(config)
         return config
 
     return create_engine_config

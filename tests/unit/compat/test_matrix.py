@@ -49,7 +49,14 @@ def test_patch_serves_the_rows_that_list_it(name: str) -> None:
 def test_rows_have_the_sets_that_the_code_asks_for() -> None:
     """Every row knows every set by name."""
     for row in MATRIX.rows.values():
-        assert set(row.sets) == {"always", "attention_worker", "ffn_worker", "ffn_frontend"}
+        assert set(row.sets) == {
+            "always",
+            "attention_worker",
+            "ffn_worker",
+            "ffn_frontend",
+            "ffn_cpu_expert_parallel",
+            "ffn_cpu_eplb",
+        }
 
 
 def test_file_is_as_the_writer_writes_it(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""vLLM's expert load balancer, the same on every release.
+
+What differs is the signatures of two methods of `EPLBController` (0.32.0 moved `load_dummy_weights`
+from registering to starting), and who has built the state: on a GPU vLLM's model runner registers
+the model while it loads, on CPU nobody does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from packaging.version import Version
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import ModelConfig, ParallelConfig
+    from vllm.distributed.eplb.eplb_state import EplbModelState, EplbState
+    from vllm.v1.worker.gpu.eplb_utils import EPLBController
+
+__all__ = ["Eplb"]
+
+_DUMMY_WEIGHTS_AT_START = Version("0.32.0")
+
+
+class _Runner(Protocol):
+    """The part of vLLM's model runners that is read here; each has one of the two, by generation."""
+
+    eplb: EPLBController  # the newer runner (`vllm/v1/worker/gpu/model_runner.py`)
+    eplb_state: EplbState | None  # the older one (`vllm/v1/worker/gpu_model_runner.py`), CPU included
+
+
+class Eplb:
+    """vLLM's `EPLBController` for one model.
+
+    Upstream: `vllm/v1/worker/gpu/eplb_utils.py`, `EPLBController`, and
+    `vllm/distributed/eplb/eplb_state.py`, `EplbState` (0.30.0-0.33.0).
+
+    Args:
+        parallel_config: with `enable_eplb`.
+        model_config: of the model that is balanced.
+        device: where its experts live.
+        release: vLLM's release, without a local part.
+
+    """
+
+    def __init__(
+        self, parallel_config: ParallelConfig, model_config: ModelConfig, device: torch.device, release: str
+    ) -> None:
+        from vllm.v1.worker.gpu.eplb_utils import EPLBController
+
+        self._model_config = model_config
+        self._starts_with_dummy_weights = Version(release) >= _DUMMY_WEIGHTS_AT_START
+        self._registered_by_runner = device.type != "cpu"
+        self._controller = EPLBController(parallel_config, device)
+
+    def prepare_load(self) -> None:
+        """Build the empty state, before the model loads."""
+        if not self._registered_by_runner:
+            self._controller.prepare_load()
+
+    def register(self, model: nn.Module, runner: _Runner) -> bool:
+        """Take over a loaded model, and start the asynchronous worker where there is one.
+
+        Returns:
+            False where the model does not follow vLLM's `MixtureOfExperts` protocol.
+
+        """
+        if self._registered_by_runner:
+            return self._adopt(runner)
+        controller = self._controller
+        if self._starts_with_dummy_weights:
+            added = controller.maybe_register_model(model, self._model_config)
+        else:
+            added = controller.maybe_register_model(  # the signature of 0.30.0 and 0.31.0
+                model,
+                self._model_config,
+                load_dummy_weights=False,  # type: ignore[call-arg]
+            )
+        controller.maybe_start_async_loop(added)
+        return bool(added)
+
+    def _adopt(self, runner: _Runner) -> bool:
+        """Make the state that the runner has built while loading ours: a second one would balance twice."""
+        own = getattr(runner, "eplb", None)
+        if own is not None:
+            self._controller = own
+        else:
+            self._controller.state = runner.eplb_state
+            self._controller._has_registered_models = True  # noqa: SLF001 - what registering sets
+        return self._controller.state is not None and bool(self._controller.state.model_states)
+
+    def prepare_forward(self, num_unpadded_tokens: int) -> None:
+        """Count the experts of the first `num_unpadded_tokens` rows of the coming forwards only."""
+        self._controller.prepare_forward(self._model_config, num_unpadded_tokens)
+
+    def step(self, *, is_dummy: bool = False, is_profile: bool = False) -> None:
+        """Step vLLM's state: commit the load, and rearrange when it is time; see `EplbState.step`."""
+        self._controller.step(is_dummy=is_dummy, is_profile=is_profile)
+
+    @property
+    def state(self) -> EplbState:
+        """vLLM's state, once a model is registered."""
+        state = self._controller.state
+        assert state is not None  # asked after `register`
+        return state
+
+    @property
+    def model(self) -> EplbModelState:
+        """The state of the one model that is registered."""
+        return next(iter(self.state.model_states.values()))
+
+    @property
+    def step_can_commit(self) -> bool:
+        """Whether the next step may change the placement of experts."""
+        state = self.state
+        due = state.expert_rearrangement_step + 1 >= state.expert_rearrangement_step_interval
+        return due or (state.is_async and self.model.rebalanced)
+
+    def join_worker(self, timeout: float) -> bool:
+        """Wait until the asynchronous worker moves no weights; False if it still does after `timeout` seconds.
+
+        The worker is a daemon thread without an end: between two rearrangements it waits for the
+        next one, and touches no process group then.
+        """
+        import time
+
+        deadline = time.monotonic() + timeout
+        while self.state.is_async and self.model.rebalanced:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
