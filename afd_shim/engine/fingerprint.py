@@ -77,13 +77,19 @@ class Fingerprint:
 
 
 def _list_difference(what: str, expected: str, actual: str) -> str:
-    before, after = expected.split(", "), actual.split(", ")
-    added = [name for name in after if name and name not in before]
-    removed = [name for name in before if name and name not in after]
-    parts = [f"added {', '.join(added)}"] if added else []
-    parts += [f"removed {', '.join(removed)}"] if removed else []
-    if not parts:
-        parts = [f"reordered to ({actual})"]
+    """Compare two lists of names; "name=" is a parameter with a default."""
+    before = {name.rstrip("="): name for name in expected.split(", ") if name}
+    after = {name.rstrip("="): name for name in actual.split(", ") if name}
+    common = [name for name in after if name in before]
+    changes = {
+        "added": [after[name] for name in after if name not in before],
+        "removed": [name for name in before if name not in after],
+        "now optional:": [name for name in common if after[name] != before[name] and after[name].endswith("=")],
+        "now required:": [name for name in common if after[name] != before[name] and before[name].endswith("=")],
+    }
+    parts = [f"{verb} {', '.join(names)}" for verb, names in changes.items() if names]
+    if common != [name for name in before if name in after]:
+        parts.append(f"reordered to ({actual})")
     return f"its {what} changed: {'; '.join(parts)}"
 
 

@@ -147,9 +147,10 @@ def test_blind_to_line_ends_and_indentation(read: Any) -> None:
         ("return text, inner", "return inner, text", "its body changed"),
         ("b, c=1", "b, new, c=1", "its parameters changed: added new"),
         ("d, e=2", "e=2", "its parameters changed: removed d"),
-        ("c=1", "renamed=1", "its parameters changed: added renamed=; removed c="),
+        ("c=1", "renamed=1", "its parameters changed: added renamed=; removed c"),
         ("a, /, b,", "b, /, a,", "its parameters changed: reordered to (b, /, a, c=, *rest, d, e=, **kwargs)"),
-        ("d, e=2", "d=0, e=2", "its parameters changed: added d=; removed d"),
+        ("d, e=2", "d=0, e=2", "its parameters changed: now optional: d"),
+        ("c=1, *rest", "c, *rest", "its parameters changed: now required: c"),
         ("def factory", "def factories", "it is gone (expected a function; similar: factories)"),
         (
             "def factory(a, /, b, c=1, *rest, d, e=2, **kwargs)",
