@@ -58,7 +58,7 @@ class Proof(NamedTuple):
 
     #: The row with the release's own number, else one that the source matches wholly, else None.
     row: Row | None
-    #: `row`, or the nearest one when there is none; None without a vLLM or with an empty matrix.
+    #: `row`, or the one that differs least when there is none; None without a vLLM or with an empty matrix.
     compared: Row | None
     #: The release has no row of its own.
     untested: bool
@@ -138,15 +138,21 @@ def prove(release: Release, matrix: Matrix) -> Proof:
     if nearest is None or release.package is None:
         return Proof(None, None, untested=True, differences=())
     tree = source_tree(release)
+    if own is not None:
+        return Proof(own, own, untested=False, differences=_differences(own, tree))
     others = [matrix.rows[name] for name in reversed(matrix.releases) if name != nearest.release]
-    first: Proof | None = None
-    for row in [nearest] if own else [nearest, *others]:
-        found = differences(merged_set(row, row.sets), tree, row.fingerprints, row.files)
-        if not found or own:
-            return Proof(row, row, own is None, found)
-        first = first or Proof(None, row, untested=True, differences=found)
-    assert first is not None  # The loop ran for the nearest row.
-    return first
+    best: Proof | None = None
+    for row in (nearest, *others):
+        found = _differences(row, tree)
+        if not found:
+            return Proof(row, row, untested=True, differences=())
+        if best is None or len(found) < len(best.differences):
+            best = Proof(None, row, untested=True, differences=found)
+    return best or Proof(None, None, untested=True, differences=())
+
+
+def _differences(row: Row, tree: SourceTree) -> tuple[Difference, ...]:
+    return differences(merged_set(row, row.sets), tree, row.fingerprints, row.files)
 
 
 def drifted(patch: str, target: str, found: Sequence[Difference]) -> PatchReport | None:
