@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from afd_shim.cli.demo import demo
 from afd_shim.cli.doctor import doctor
+from afd_shim.cli.eplb_report import eplb_report
 from afd_shim.cli.explain import explain
 from afd_shim.cli.fingerprint import fingerprint
 from afd_shim.cli.matrix import matrix
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, doctor, explain, verify, fingerprint, matrix):
+for command in (demo, doctor, explain, verify, eplb_report, fingerprint, matrix):
     app.command()(command)
 
 

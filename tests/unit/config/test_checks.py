@@ -23,7 +23,10 @@ def vllm_config(**changes: Any) -> Any:
             is_moe=True,
             model="deepseek-ai/DeepSeek-V2-Lite",
             enable_return_routed_experts=False,
+            quantization=None,
+            get_num_experts=lambda: 64,
         ),
+        device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
             worker_cls=CPU_WORKER,
             tensor_parallel_size=1,
@@ -247,3 +250,47 @@ def test_the_checks_only_read() -> None:
     check_vllm_config(afd_config(), cast("Any", config), "cpu")
 
     assert repr(config) == before
+
+
+BALANCED = {
+    "parallel_config.enable_eplb": True,
+    "parallel_config.enable_expert_parallel": True,
+    "parallel_config.tensor_parallel_size": 2,
+}
+
+
+def test_ffn_balances_experts_that_divide_by_its_ranks() -> None:
+    """DeepSeek-V2-Lite's 64 experts and 32 redundant ones on two FFN ranks are the recipe."""
+    config = vllm_config(**BALANCED, **{"parallel_config.eplb_config.num_redundant_experts": 32})
+
+    check_vllm_config(afd_config(role="ffn", num_ffn_ranks=2), config, "cpu")
+
+
+def test_experts_that_do_not_divide_by_the_ranks_are_refused_with_a_number_that_does() -> None:
+    """Maps of unequal shares index experts that do not exist."""
+    config = vllm_config(**BALANCED, **{"parallel_config.eplb_config.num_redundant_experts": 3})
+
+    error = refusal(config, role="ffn", num_ffn_ranks=2)
+
+    assert error.key == "num_redundant_experts"
+    assert '"num_redundant_experts": 4' in str(error)
+
+
+@pytest.mark.parametrize(
+    "change", [{"parallel_config.enable_expert_parallel": False}, {"parallel_config.tensor_parallel_size": 1}]
+)
+def test_balancing_without_ranks_to_balance_is_refused(change: dict[str, Any]) -> None:
+    """vLLM checks this too, but not on CPU, where the flag is taken out of its sight."""
+    config = vllm_config(**(BALANCED | change))
+    ranks = config.parallel_config.tensor_parallel_size
+
+    assert refusal(config, role="ffn", num_ffn_ranks=ranks).key == "enable_eplb"
+
+
+def test_quantized_experts_are_not_shared_between_ranks_on_cpu() -> None:
+    """vLLM's CPU kernels ignore the expert map, and only the unquantized one is mended."""
+    changes = {**BALANCED, "parallel_config.enable_eplb": False, "model_config.quantization": "fp8"}
+
+    assert refusal(vllm_config(**changes), role="ffn", num_ffn_ranks=2).key == "enable_expert_parallel"
+    config = vllm_config(**changes, **{"device_config.device_type": "cuda"})
+    check_vllm_config(afd_config(role="ffn", num_ffn_ranks=2), config, "cuda")

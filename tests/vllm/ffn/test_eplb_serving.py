@@ -9,23 +9,20 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from afd_shim.config import parse_afd_config
 from afd_shim.connectors.base import AttentionConnector, ExchangeHeader, Hello, Reply
-from afd_shim.connectors.registry import create_attention_connector
 from afd_shim.ffn.placement import load_per_rank, read_rearrangements
 from afd_shim.testing.checkpoints import Checkpoint, write_checkpoint
 from afd_shim.testing.deployments import afd_config
+from afd_shim.testing.peers import FFN_INSPECTION, meet
 from afd_shim.testing.servers import Server, free_port, start_server
 
 ATTENTION_RANKS = 3
@@ -140,7 +137,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         additional_config=config,
         dtype="float32",
         extra_args=(
-            *("--worker-extension-cls", "afd_shim.testing.eplb_inspection.EplbInspection"),
+            *("--worker-extension-cls", FFN_INSPECTION),
             *("--tensor-parallel-size", str(FFN_RANKS), "--enable-expert-parallel"),
             *("--enable-eplb", "--eplb-config", json.dumps(EPLB_CONFIG)),
         ),
@@ -148,29 +145,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     )
     with server:
         server.wait_ready(280)
-        afd = parse_afd_config(config)
-        assert afd is not None
-        own = msgspec.convert(server.rpc("inspect_hello")[0], Hello)
-        ranks = []
-        for rank in range(ATTENTION_RANKS):
-            hello = msgspec.structs.replace(own, role="attention", rank=rank)
-            ranks.append(
-                create_attention_connector(afd, hello, device=torch.device("cpu"), on_peer_lost=lambda _: None)
-            )
-        _connect_all(ranks)
+        ranks, own = meet(server, config)
         top_k = json.loads((checkpoint.path / "config.json").read_text())["num_experts_per_tok"]
         yield Deployment(server, checkpoint, ranks, own, top_k)
         for connector in ranks:
             connector.close()
-
-
-def _connect_all(ranks: Sequence[AttentionConnector]) -> None:
-    """Rendezvous needs every rank at once."""
-    threads = [threading.Thread(target=connector.connect) for connector in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
 
 
 def test_warm_up_is_one_dummy_step_that_records_nothing(deployment: Deployment) -> None:
