@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from afd_shim.testing.checkpoints import Checkpoint
-from afd_shim.testing.servers import Server, core_of_rank, free_port, start_server
+from afd_shim.testing.servers import START_TIMEOUT_S, Server, core_of_rank, free_port, start_server
 
 __all__ = ["INSPECTION", "Split", "afd_config", "start_split", "start_unsplit"]
 
@@ -36,7 +36,7 @@ class Split:
         """Both servers."""
         return self.attention, self.ffn
 
-    def wait_ready(self, timeout: float = 240.0) -> None:
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait until both answer; see `Server.wait_ready`."""
         for server in self.servers:
             server.wait_ready(timeout)

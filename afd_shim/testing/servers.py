@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Completion", "Server", "ServerError", "core_of_rank", "free_port", "start_server"]
+__all__ = ["START_TIMEOUT_S", "Completion", "Server", "ServerError", "core_of_rank", "free_port", "start_server"]
 
 _LOG_TAIL_LINES = 40
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 420.0
+"""Generous: a server that fails to start is seen ending, and compiling on a busy machine takes minutes."""
 
 
 class ServerError(RuntimeError):
@@ -81,7 +83,7 @@ class Server:
         """The last lines the server has printed, for error messages."""
         return "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
 
-    def wait_ready(self, timeout: float = 240.0) -> None:
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait until `/health` answers.
 
         Raises:
