@@ -6,6 +6,7 @@ at a time, and every number taken from outside the product where there is an out
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -103,7 +104,15 @@ class SplitRun:
         return found
 
 
-def run_unsplit(checkpoint: Checkpoint, log_dir: Path, *, core: int = 0, eager: bool = True) -> tuple[Completion, ...]:
+def run_unsplit(
+    checkpoint: Checkpoint,
+    log_dir: Path,
+    *,
+    prompts: Sequence[str] = PROMPTS,
+    core: int = 0,
+    eager: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> tuple[Completion, ...]:
     """Generate with stock vLLM, without an `afd` configuration.
 
     Raises:
@@ -111,9 +120,9 @@ def run_unsplit(checkpoint: Checkpoint, log_dir: Path, *, core: int = 0, eager: 
 
     """
     name = f"{checkpoint.family.name}-unsplit"
-    with start_unsplit(checkpoint, log_dir, name=name, core=core, eager=eager) as server:
+    with start_unsplit(checkpoint, log_dir, name=name, core=core, eager=eager, env=env) as server:
         server.wait_ready()
-        return generate(server)
+        return generate(server, prompts)
 
 
 def run_split(
@@ -123,6 +132,7 @@ def run_split(
     expected: tuple[Completion, ...],
     compute_gate_on_attention: bool = False,
     eager: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> SplitRun:
     """Generate with two servers, one per role, and collect what they did.
 
@@ -131,7 +141,7 @@ def run_split(
 
     """
     with start_split(
-        checkpoint, log_dir, compute_gate_on_attention=compute_gate_on_attention, eager=eager
+        checkpoint, log_dir, compute_gate_on_attention=compute_gate_on_attention, eager=eager, env=env
     ) as deployment:
         deployment.wait_ready()
         outputs = generate(deployment.attention)
@@ -154,9 +164,9 @@ def run_split(
     )
 
 
-def generate(server: Server) -> tuple[Completion, ...]:
+def generate(server: Server, prompts: Sequence[str] = PROMPTS) -> tuple[Completion, ...]:
     """Complete every prompt, one request at a time."""
-    return tuple(server.complete(prompt, max_tokens=MAX_TOKENS) for prompt in PROMPTS)
+    return tuple(server.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts)
 
 
 def _reads(deployment: Split, checkpoint: Checkpoint, *, compute_gate_on_attention: bool) -> dict[Role, RoleReads]:

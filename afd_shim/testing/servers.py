@@ -24,7 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["START_TIMEOUT_S", "Completion", "Server", "ServerError", "core_of_rank", "free_port", "start_server"]
+__all__ = [
+    "START_TIMEOUT_S",
+    "Completion",
+    "Server",
+    "ServerError",
+    "core_of_rank",
+    "free_port",
+    "launch",
+    "start_server",
+]
 
 _LOG_TAIL_LINES = 40
 _POLL_S = 0.2
@@ -255,28 +264,44 @@ def start_server(
         command += ["--additional-config", json.dumps(additional_config)]
     command += extra_args
 
+    return launch(name, command, port=port, model=str(model), log_dir=log_dir, env=_environment(core) | dict(env or {}))
+
+
+def launch(
+    name: str, command: Sequence[str], *, port: int, model: str, log_dir: Path, env: Mapping[str, str]
+) -> Server:
+    """Run a command that starts a vLLM server on `port`, in a process group of its own.
+
+    Args:
+        name: what the log file and errors call it.
+        command: the program and its arguments.
+        port: where the command makes the server listen, on the loopback interface.
+        model: what requests call the model.
+        log_dir: where `NAME.log` goes.
+        env: environment variables on top of this process's own.
+
+    """
     scratch = Path(tempfile.mkdtemp(prefix="afd-"))  # short: names of Unix sockets are limited to 107 bytes
     log_path = log_dir / f"{name}.log"
     log_dir.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
-        process = subprocess.Popen(  # noqa: S603 - the command above
+        process = subprocess.Popen(  # noqa: S603 - the caller's command is the purpose
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(core, scratch) | dict(env or {}),
+            env=dict(os.environ) | {"VLLM_RPC_BASE_PATH": str(scratch)} | dict(env),
             start_new_session=True,  # a process group of its own, to stop children with it
         )
-    return Server(name, command, port, log_path, process, scratch, str(model))
+    return Server(name, list(command), port, log_path, process, scratch, model)
 
 
-def _environment(core: int, scratch: Path) -> dict[str, str]:
-    return dict(os.environ) | {
+def _environment(core: int) -> dict[str, str]:
+    return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        "VLLM_RPC_BASE_PATH": str(scratch),
         "TOKENIZERS_PARALLELISM": "false",
     }

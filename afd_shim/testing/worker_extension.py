@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 from collections.abc import Iterator
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-__all__ = ["Inspection"]
+__all__ = ["Inspection", "symbols_of"]
 
 _bytes_read: dict[str, int] = {}  # tensor name -> bytes, over all files of this process
 
@@ -68,6 +69,38 @@ def _count_reads() -> None:
 _count_reads()
 
 
+def symbols_of(package: str) -> list[str]:
+    """Names of everything in vLLM's imported modules and their classes that `package` defines.
+
+    Told by where the code was compiled, because a wrapper may claim the name and module of what it wraps.
+    What this module itself put there is left out.
+    """
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        if name != "vllm" and not name.startswith("vllm."):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if _is_of(value, package):
+                found.append(f"{name}:{attribute}")
+            elif isinstance(value, type) and value.__module__ == name:
+                members = list(vars(value).items())
+                found += [f"{name}:{attribute}.{member}" for member, item in members if _is_of(item, package)]
+    return found
+
+
+def _is_of(value: object, package: str) -> bool:
+    # By exact type: asking an arbitrary object for an attribute may import or compute something.
+    if type(value).__module__.split(".")[0] == "wrapt":
+        value = value._self_wrapper  # type: ignore[attr-defined]  # noqa: SLF001 - how wrapt names it
+    if isinstance(value, (classmethod, staticmethod)):
+        value = value.__func__
+    if isinstance(value, type):
+        return value.__module__.split(".")[0] == package
+    if not isinstance(value, FunctionType):
+        return False
+    return f"/{package}/" in value.__code__.co_filename and value.__code__.co_filename != __file__
+
+
 class Inspection(Base):
     """Methods for `collective_rpc`; every one returns a JSON-able dictionary."""
 
@@ -84,6 +117,10 @@ class Inspection(Base):
         }
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"peak_bytes": peak_kib * 1024, "parameter_bytes": sum(storages.values())}
+
+    def inspect_symbols(self, package: str) -> dict[str, object]:
+        """What `package` defines inside vLLM, in this process; see `symbols_of`."""
+        return {"symbols": symbols_of(package)}
 
     def zero_expert(self, expert: int) -> dict[str, object]:
         """Zero the weights of one expert in every MoE layer this process holds experts of."""

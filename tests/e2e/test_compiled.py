@@ -1,0 +1,28 @@
+"""Compiled mode, vLLM's default: the exchange must stay out of the traced graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from afd_shim.testing.checkpoints import Checkpoint
+from afd_shim.testing.comparison import run_split, run_unsplit
+
+pytestmark = pytest.mark.timeout(1200)
+
+# Nothing compiled by an earlier run may stand in for what is tested.
+NO_CACHE = {"VLLM_DISABLE_COMPILE_CACHE": "1"}
+
+
+def test_compiled_tokens_equal_the_unsplit_ones(
+    checkpoint_of: Callable[..., Checkpoint], log_dir: Path
+) -> None:
+    """float32, because Inductor keeps float32 between operations of an inlined bfloat16 MoE."""
+    checkpoint = checkpoint_of("qwen3-moe", dtype="float32")
+    expected = run_unsplit(checkpoint, log_dir, eager=False, env=NO_CACHE)
+
+    run = run_split(checkpoint, log_dir, expected=expected, eager=False, env=NO_CACHE)
+
+    assert run.failures() == []

@@ -1,0 +1,63 @@
+"""A role that dies takes the other with it, at once and by name: nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from afd_shim.testing.checkpoints import Checkpoint
+from afd_shim.testing.deployments import Split, start_split
+from afd_shim.testing.servers import ServerError
+
+pytestmark = pytest.mark.timeout(600)
+
+DEADLINE_S = 5.0
+newest = pytest.mark.newest_release
+
+
+def wait_until_busy(deployment: Split) -> None:
+    """Return once exchanges are under way."""
+    for _ in range(600):
+        if cast("int", deployment.ffn.rpc("afd_stats")[0]["exchanges"]) > 30:
+            return
+        time.sleep(0.05)
+    raise AssertionError("no exchange within 30 s")
+
+
+@pytest.mark.parametrize(
+    ("victim", "busy"),
+    [
+        pytest.param("ffn", True, id="FFN in flight"),
+        pytest.param("ffn", False, id="FFN idle", marks=newest),
+        pytest.param("attention", True, id="Attention in flight", marks=newest),
+        pytest.param("attention", False, id="Attention idle", marks=newest),
+    ],
+)
+def test_the_survivor_of_a_killed_role_names_it_and_ends(
+    victim: str, busy: bool, checkpoint_of: Callable[..., Checkpoint], log_dir: Path
+) -> None:
+    """SIGKILL: the client in flight gets an error, the survivor's log names the peer, and it ends within 5 s."""
+    with start_split(checkpoint_of("deepseek-v2"), log_dir) as deployment, ThreadPoolExecutor(1) as client:
+        deployment.wait_ready()
+        killed, survivor = deployment.ffn, deployment.attention
+        if victim == "attention":
+            killed, survivor = survivor, killed
+        if busy:
+            request = client.submit(deployment.attention.complete, "Tell me", max_tokens=480)
+            wait_until_busy(deployment)
+
+        killed.kill()
+        seconds = survivor.wait_exit(timeout=DEADLINE_S)
+
+        assert seconds <= DEADLINE_S
+        if busy:
+            with pytest.raises(ServerError):
+                request.result(timeout=DEADLINE_S)
+        name = {"ffn": "FFN rank 0", "attention": "Attention rank 0"}[victim]
+        assert "PeerLostError" in survivor.log()
+        assert name.lower() in survivor.log().lower()
