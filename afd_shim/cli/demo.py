@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +46,8 @@ def demo(
     from afd_shim.compat import installed_release
     from afd_shim.testing.servers import ServerError
 
+    # The servers live in process groups of their own: end by an exception, so that they are stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     console = Console()
     directory = Path(tempfile.mkdtemp(prefix="afd-demo-"))
     started = time.monotonic()

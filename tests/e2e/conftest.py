@@ -6,6 +6,8 @@ wherever it leaves the deployment as it was.
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,9 @@ import pytest
 
 from afd_shim.testing.checkpoints import Checkpoint, write_checkpoint
 from afd_shim.testing.tensors import Dtype
+
+# A runner that is told to end must stop its servers: they live in process groups of their own.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 WriteCheckpoint = Callable[..., Checkpoint]
 

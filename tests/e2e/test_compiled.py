@@ -16,9 +16,7 @@ pytestmark = pytest.mark.timeout(1200)
 NO_CACHE = {"VLLM_DISABLE_COMPILE_CACHE": "1"}
 
 
-def test_compiled_tokens_equal_the_unsplit_ones(
-    checkpoint_of: Callable[..., Checkpoint], log_dir: Path
-) -> None:
+def test_compiled_tokens_equal_the_unsplit_ones(checkpoint_of: Callable[..., Checkpoint], log_dir: Path) -> None:
     """float32, because Inductor keeps float32 between operations of an inlined bfloat16 MoE."""
     checkpoint = checkpoint_of("qwen3-moe", dtype="float32")
     expected = run_unsplit(checkpoint, log_dir, eager=False, env=NO_CACHE)

@@ -23,9 +23,7 @@ PROMPTS = tuple(
 )
 
 
-def test_ten_clients_get_the_tokens_of_one_alone(
-    checkpoint_of: Callable[..., Checkpoint], log_dir: Path
-) -> None:
+def test_ten_clients_get_the_tokens_of_one_alone(checkpoint_of: Callable[..., Checkpoint], log_dir: Path) -> None:
     """float32, where the batch a kernel sees does not decide a token; steps must really have been merged."""
     checkpoint = checkpoint_of("deepseek-v2", dtype="float32")
     expected = run_unsplit(checkpoint, log_dir, prompts=PROMPTS)
