@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from afd_shim import activation
 from afd_shim.config.checks import check_vllm_config
+from afd_shim.config.graphs import split_graphs_at_exchanges
 from afd_shim.config.schema import AFD_KEY, AFDConfig, parse_afd_config
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def apply_role(config: VllmConfig) -> None:
     if config.load_config.safetensors_load_strategy is None:
         # vLLM's own default would read whole files ahead on network file systems.
         config.load_config.safetensors_load_strategy = "lazy"
-    if not afd.is_attention:
+    if afd.is_attention:
+        split_graphs_at_exchanges(config)
+    else:
         if config.cache_config.enable_prefix_caching:
             logger.info("AFD: prefix caching is off on the FFN role: it has no KV cache.")
             config.cache_config.enable_prefix_caching = False

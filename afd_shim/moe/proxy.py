@@ -29,9 +29,11 @@ class RemoteFFNProxy:
     def __init__(self, connector: AttentionConnector, moe_layers: list[int]) -> None:
         self.connector = connector
         self.forwards = 0
+        self._layers = moe_layers
         self._first, self._last = moe_layers[0], moe_layers[-1]
         self._real_rows = 0
-        self._buffers: dict[tuple[int, int], torch.Tensor] | None = None
+        self._kept: dict[int, torch.Tensor] = {}
+        self._max_kept_rows = 0
 
     def begin_step(self, real_rows: int) -> None:
         """Tell how many rows of the coming forward are real tokens; 0 makes it a dummy step.
@@ -45,12 +47,24 @@ class RemoteFFNProxy:
         """Count every further row as a placeholder until the next `begin_step`."""
         self._real_rows = 0
 
-    def keep_outputs(self) -> None:
-        """Return every output in a buffer that keeps its address, one per layer and size.
+    def keep_outputs(self, max_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Return outputs of up to `max_rows` rows in memory that keeps its address, one buffer per layer.
 
-        Captured graphs read the output of the exchange at the address they were captured with.
+        Captured graphs read an exchange's output at the address they were captured with. Graphs of
+        different sizes share a layer's buffer: only one of them runs at a time. Allocated at once, so
+        that vLLM's memory profiling counts it.
+
+        Args:
+            max_rows: rows of the largest captured graph.
+            hidden_size: the model's.
+            dtype: the model's.
+            device: the model's.
+
         """
-        self._buffers = {}
+        self._max_kept_rows = max_rows
+        self._kept = {
+            layer: torch.empty(max_rows, hidden_size, dtype=dtype, device=device) for layer in self._layers
+        }
 
     def exchange(
         self, layer: int, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None
@@ -91,10 +105,7 @@ class RemoteFFNProxy:
 
     def _output(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """A buffer for the output that aliases no input."""
-        if self._buffers is None:
-            return torch.empty_like(hidden_states)
-        key = layer, hidden_states.shape[0]
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = self._buffers[key] = torch.empty_like(hidden_states)
-        return buffer
+        rows = hidden_states.shape[0]
+        if rows <= self._max_kept_rows:
+            return self._kept[layer][:rows]
+        return torch.empty_like(hidden_states)

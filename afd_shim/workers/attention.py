@@ -21,6 +21,7 @@ class AttentionRole(RoleWorker):
     """Attention, the KV cache, and everything else of the model but the experts."""
 
     patch_set = "attention_worker"
+    _is_warm = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature differs between releases
         """Load what Attention owns, then meet the FFN ranks.
@@ -41,17 +42,39 @@ class AttentionRole(RoleWorker):
             self.role.config, hello, device=self.role.device, on_peer_lost=self._on_peer_lost
         )
         connector.connect()
-        self.role.proxy = RemoteFFNProxy(connector, list(hello.moe_layers))
+        proxy = RemoteFFNProxy(connector, list(hello.moe_layers))
+        compilation = self.vllm_config.compilation_config
+        if compilation.cudagraph_mode:
+            proxy.keep_outputs(
+                compilation.max_cudagraph_capture_size, hello.hidden_size, self.model_config.dtype, self.role.device
+            )
+        self.role.proxy = proxy
+
+    def compile_or_warm_up_model(self) -> Any:  # noqa: ANN401 - vLLM's CompilationTimes
+        """Warm up and capture as vLLM does; every forward until then is a dummy step."""
+        times = super().compile_or_warm_up_model()
+        self._is_warm = True
+        return times
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
         """Run a real step; forwards outside of it (warm-up, profiling, idle batches) are dummy steps."""
         proxy = self.role.proxy
         assert proxy is not None  # load_model has connected
-        proxy.begin_step(scheduler_output.total_num_scheduled_tokens)
+        # vLLM's GPU worker warms its kernels up through this method.
+        proxy.begin_step(scheduler_output.total_num_scheduled_tokens if self._is_warm else 0)
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
+            return self._unless_lost(super().execute_model(scheduler_output, *args, **kwargs))
         finally:
             proxy.end_step()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
+        """Sample as vLLM does, from nothing but answers of living peers."""
+        return self._unless_lost(super().sample_tokens(*args, **kwargs))
+
+    def _unless_lost(self, result: Any) -> Any:  # noqa: ANN401 - passed on
+        assert self.role.proxy is not None  # load_model has connected
+        self.role.proxy.connector.raise_if_lost()
+        return result
 
     def afd_stats(self) -> dict[str, Any]:
         """What this rank has exchanged, read and holds; see `docs/` for the keys."""
