@@ -90,7 +90,9 @@ class TcpFFNConnector(FFNConnector):
             batch = self._source.next_batch()
             self._in_flight = batch
             self._received_at = time.perf_counter()
-            return batch
+        if batch is None:
+            self._members.close(None)  # the other FFN ranks end when rank 0 says goodbye
+        return batch
 
     def send_ffn_output(self, batch: Batch, output: torch.Tensor) -> None:
         """See `FFNConnector.send_ffn_output`."""

@@ -66,18 +66,20 @@ class Leader:
 
     def next_batch(self) -> Batch | None:
         """Wait for a batch; None when closing, or when every Attention rank said goodbye."""
+        timeout_ms: int | None = 0  # first take what has arrived, so that requests are merged
         while True:
+            if len(self._links) > 1:
+                for fd, _ in self._poller.poll(timeout_ms):
+                    self._read(self._links[fd], socket.MSG_DONTWAIT)
+            elif timeout_ms is None:
+                # Nothing else can arrive: waiting in the receive itself saves a system call.
+                self._read(next(iter(self._links.values())), 0)
             plan = self._sequencer.next_plan()
             if plan is not None:
                 return self._batch(plan)
             if not self._links or self._members.closing.is_set:
                 return None
-            if len(self._links) == 1:
-                # Nothing else can arrive: waiting in the receive itself saves a system call.
-                self._read(next(iter(self._links.values())), 0)
-            else:
-                for fd, _ in self._poller.poll():
-                    self._read(self._links[fd], socket.MSG_DONTWAIT)
+            timeout_ms = None
 
     def _read(self, link: _Link, flags: int) -> None:
         """Take what has arrived on `link`; a complete request goes to the sequencer."""

@@ -1,0 +1,114 @@
+"""SIGKILL, busy or idle, on either side: an error that names the peer, within seconds."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import pytest
+
+rank_process: Any = importlib.import_module("rank_process")
+Work = rank_process.Work
+
+HEARD_WITHIN_S = 5.0
+
+
+def test_killed_ffn_busy(deploy: Any) -> None:
+    """Attention's exchange fails, naming the FFN rank, its address and what was in flight."""
+    deployment = deploy(1, 1)
+    (attention,), (ffn,) = deployment.attention, deployment.ffn
+    ffn.order("serve", 30.0)
+    attention.order("attend", Work(steps=1, seed=1, max_rows=32))
+    time.sleep(0.5)
+
+    ffn.kill()
+    killed = time.time()
+
+    kind, text, when = attention.expect("error")
+    assert kind == "PeerLostError"
+    assert f"FFN rank 0 at 127.0.0.1:{ffn.port} is gone: its process ended" in text
+    assert "in flight on Attention rank 0: step 0, layer 1, stage 0" in text
+    assert when - killed < HEARD_WITHIN_S
+    assert len(attention.lost) == 1
+
+
+def test_killed_attention_busy(deploy: Any) -> None:
+    """The FFN computes for a rank that dies: its answer fails, naming the rank; all others are told."""
+    deployment = deploy(2, 1)
+    (ffn,) = deployment.ffn
+    ffn.order("serve", 3.0)
+    deployment.attention[0].order("attend", Work(steps=1, seed=1, max_rows=32))
+    time.sleep(0.5)
+
+    deployment.attention[0].kill()
+    killed = time.time()
+
+    kind, text, when = ffn.expect("error")
+    assert kind == "PeerLostError"
+    assert "Attention rank 0 at 127.0.0.1:" in text
+    assert when - killed < HEARD_WITHIN_S
+    (lost_text, _, lost_when) = ffn.lost[0]
+    assert "in flight on FFN rank 0: layer 1, stage 0" in lost_text
+    assert lost_when - killed < 2.0  # while it computes
+    ffn.order("end")
+    _, reason, clean, _ = deployment.attention[1].pipe.recv()
+    assert "it ended with: Attention rank 0 at 127.0.0.1:" in reason
+    assert not clean
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_killed_peer_idle(deploy: Any, role: str) -> None:
+    """Nothing is in flight, no request comes: the survivor hears it all the same."""
+    deployment = deploy(1, 1)
+    (attention,), (ffn,) = deployment.attention, deployment.ffn
+    ffn.order("serve", 0.0)
+    attention.order("attend", Work(steps=2, seed=1, max_rows=8))
+    attention.result()
+    victim, survivor = (attention, ffn) if role == "attention" else (ffn, attention)
+
+    victim.kill()
+    killed = time.time()
+
+    assert survivor.pipe.poll(HEARD_WITHIN_S)
+    kind, text, clean, when = survivor.pipe.recv()
+    assert (kind, clean) == ("lost", False)
+    assert f"{'Attention' if role == 'attention' else 'FFN'} rank 0 at 127.0.0.1:" in text
+    assert when - killed < HEARD_WITHIN_S
+
+
+def test_killed_ffn_rank_is_named_to_attention(deploy: Any) -> None:
+    """FFN rank 1 dies under load: Attention, answered by rank 0, learns which rank it was."""
+    deployment = deploy(2, 2)
+    for rank in deployment.ffn:
+        rank.order("serve", 0.001)
+    for seed, rank in enumerate(deployment.attention):
+        rank.order("attend", Work(steps=10_000, seed=seed, max_rows=32))
+    time.sleep(0.5)
+
+    deployment.ffn[1].kill()
+    killed = time.time()
+
+    _, text, when = deployment.ffn[0].expect("error")
+    assert "FFN rank 1 at 127.0.0.1:" in text
+    assert when - killed < HEARD_WITHIN_S
+    deployment.ffn[0].order("end")
+    for rank in deployment.attention:
+        _, text, when = rank.expect("error")
+        assert "FFN rank 1 at 127.0.0.1:" in text
+        assert when - killed < HEARD_WITHIN_S
+
+
+def test_busy_ffn_is_no_dead_ffn(deploy: Any) -> None:
+    """A 33 MB request waits 7 s for an FFN that computes for another server: nobody is declared lost."""
+    deployment = deploy(2, 1, hidden_size=2048, max_num_tokens=8192)
+    (ffn,) = deployment.ffn
+    ffn.order("serve", 7.0)
+    deployment.attention[0].order("attend", Work(steps=1, seed=0, max_rows=1))
+    time.sleep(1.0)
+    deployment.attention[1].order("attend", Work(steps=1, seed=5, max_rows=8192))
+
+    time.sleep(6.5)
+
+    assert not deployment.attention[1].pipe.poll(0)
+    assert not ffn.pipe.poll(0)
