@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +25,7 @@ class EplbInspection(Inspection):
         return fields
 
     def inspect_eplb(self) -> dict[str, object]:
-        """vLLM's own state: counters, placement, recorded load, and a checksum of every expert held here.
+        """vLLM's own state: this process, counters, placement, recorded load, and a checksum of every expert held here.
 
         `window` is the load window summed over its steps, `[layers][physical experts]`;
         `checksums` is `[layers][local experts]`.
@@ -33,6 +34,7 @@ class EplbInspection(Inspection):
         assert balancer is not None  # the server balances experts
         state, model = balancer._eplb.state, balancer._eplb.model  # noqa: SLF001 - that is what is inspected
         return {
+            "pid": os.getpid(),
             "counters": balancer.counters(),
             "rearrangement_step": state.expert_rearrangement_step,
             "window": model.expert_load_window.sum(dim=0).tolist(),

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +22,14 @@ import torch
 from safetensors.torch import load_file
 
 from afd_shim.connectors.base import AttentionConnector, ExchangeHeader, Hello, Reply
+from afd_shim.errors import PeerLostError
 from afd_shim.ffn.placement import load_per_rank, read_rearrangements
 from afd_shim.testing.checkpoints import Checkpoint, write_checkpoint
 from afd_shim.testing.deployments import afd_config
 from afd_shim.testing.peers import FFN_INSPECTION, meet
 from afd_shim.testing.servers import Server, free_port, start_server
+
+pytestmark = pytest.mark.timeout(600)  # the first test starts the server
 
 ATTENTION_RANKS = 3
 FFN_RANKS = 2
@@ -97,6 +103,17 @@ class Deployment:
         """One step of several Attention ranks, layer by layer."""
         return [self.exchange(layer, requests) for layer in self.layers]
 
+    def advance_to_rearrangement(self) -> list[dict[str, Any]]:
+        """Dummy steps until the next one rearranges; returns what both ranks say then."""
+        told = self.inspect()
+        for _ in range(INTERVAL - 1 - told[0]["rearrangement_step"]):
+            self.tick()
+        return self.inspect()
+
+    def tick(self, rows: int = 1) -> None:
+        """One dummy step; with 0 rows the FFN computes nothing and only steps."""
+        self.exchange(self.layers[-1], {0: self.random(0, rows)})
+
     def inspect(self) -> list[dict[str, Any]]:
         """What both FFN ranks say, once they have ticked for all that was answered."""
         deadline = time.monotonic() + 20
@@ -144,7 +161,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
     with server:
-        server.wait_ready(280)
+        server.wait_ready(480)  # ranks of one server start slowly on two busy cores
         ranks, own = meet(server, config)
         top_k = json.loads((checkpoint.path / "config.json").read_text())["num_experts_per_tok"]
         yield Deployment(server, checkpoint, ranks, own, top_k)
@@ -264,3 +281,46 @@ def test_ten_thousand_mixed_steps_leave_no_skew(deployment: Deployment) -> None:
     assert told[0]["rearrangement_step"] == told[1]["rearrangement_step"]
     assert told[0]["placement"] == told[1]["placement"]
     assert told[0]["counters"]["rearrangements"] == told[1]["counters"]["rearrangements"] > 5
+
+
+@pytest.mark.newest_release
+def test_a_rank_that_is_late_for_a_rearrangement_is_waited_for(deployment: Deployment) -> None:
+    """One rank is already in the rearrangement's collectives while the other stands still; then both agree."""
+    told = deployment.advance_to_rearrangement()
+    os.kill(told[1]["pid"], signal.SIGSTOP)
+    deployment.tick(rows=0)
+    time.sleep(1)
+    os.kill(told[1]["pid"], signal.SIGCONT)
+
+    after = deployment.inspect()
+    assert [rank["counters"]["steps"] for rank in after] == [rank["counters"]["steps"] + 1 for rank in told]
+    assert after[0]["rearrangement_step"] == after[1]["rearrangement_step"] == 0
+    assert after[0]["placement"] == after[1]["placement"]
+    assert _checksums(after) == _checksums(told)
+
+
+@pytest.mark.newest_release
+def test_a_rank_killed_during_a_rearrangement_ends_the_server(deployment: Deployment) -> None:
+    """Nothing hangs: the Attention ranks hear of it, the server ends, and no worker outlives it."""
+    told = deployment.advance_to_rearrangement()
+    os.kill(told[1]["pid"], signal.SIGSTOP)
+    deployment.tick(rows=0)
+    time.sleep(0.5)  # rank 0 waits in the rearrangement's all-reduce
+    os.kill(told[1]["pid"], signal.SIGKILL)
+
+    with pytest.raises(PeerLostError):
+        deployment.tick()
+    deployment.server.wait_exit(20)
+    deadline = time.monotonic() + 10
+    while any(_runs(rank["pid"]) for rank in told) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_runs(rank["pid"]) for rank in told)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
