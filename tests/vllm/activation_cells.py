@@ -29,6 +29,8 @@ BINDERS = {
     "decoder_layers": "vllm.model_executor.models.olmoe",
     "top_level": "vllm.model_executor.model_loader.base_loader",
     "weight_reads": "vllm.model_executor.model_loader.weight_utils",
+    # Elsewhere only models for GPUs bind it.
+    "cpu_expert_load": "vllm.model_executor.layers.fused_moe.router.base_router",
 }
 
 
