@@ -24,10 +24,9 @@ _DUMMY_WEIGHTS_AT_START = Version("0.32.0")
 
 
 class _Runner(Protocol):
-    """The part of vLLM's model runners that is read here; each has one of the two, by generation."""
+    """The part of vLLM's model runners, of both generations, that is read here."""
 
-    eplb: EPLBController  # the newer runner (`vllm/v1/worker/gpu/model_runner.py`)
-    eplb_state: EplbState | None  # the older one (`vllm/v1/worker/gpu_model_runner.py`), CPU included
+    eplb_state: EplbState | None  # None on CPU; the newer runner has its `EPLBController` too, as `eplb`
 
 
 class Eplb:
@@ -82,7 +81,7 @@ class Eplb:
 
     def _adopt(self, runner: _Runner) -> bool:
         """Make the state that the runner has built while loading ours: a second one would balance twice."""
-        own = getattr(runner, "eplb", None)
+        own: EPLBController | None = getattr(runner, "eplb", None)
         if own is not None:
             self._controller = own
         else:
