@@ -35,8 +35,11 @@ class _Link:
         self.waiting: deque[PlanEntry] = deque()
         """Announced, oldest first; Attention runs ahead of its GPU, so there may be several."""
 
-        self.is_active = False
-        """Its oldest request is with the sequencer, or being computed."""
+        self.active: PlanEntry | None = None
+        """The request that is with the sequencer, or being computed."""
+
+        self.has_ended = False
+        """Its rank has said goodbye: what is left to answer has no rows."""
 
 
 class P2pLeader:
@@ -92,8 +95,10 @@ class P2pLeader:
             with self._pairs.name_losses(self._members, link.peer):
                 self._pairs[link.peer].send(rows)
             self._stats.bytes_sent += rows.nbytes
-            link.is_active = False
+            link.active = None
             self._let_in(link)
+            if link.has_ended and link.active is None:
+                self._drop(link)
 
     def _read(self, link: _Link) -> None:
         """Take the headers that have arrived on `link`."""
@@ -122,16 +127,22 @@ class P2pLeader:
 
     def _let_in(self, link: _Link) -> None:
         """Hand a group's oldest request to the sequencer, one at a time: the next one builds on its answer."""
-        if link.waiting and not link.is_active:
-            link.is_active = True
-            self._sequencer.arrive(link.waiting.popleft())
+        if link.waiting and link.active is None:
+            link.active = link.waiting.popleft()
+            self._sequencer.arrive(link.active)
 
     def _end(self, link: _Link) -> None:
-        """A connection has ended. Raises PeerLostError unless its rank said goodbye, owed nothing."""
+        """A connection has ended. Raises PeerLostError unless its rank said goodbye and awaits no rows."""
         self._members.check_goodbye(link.peer)
-        if link.is_active:
+        left = [*link.waiting] if link.active is None else [link.active, *link.waiting]
+        if any(entry.header.rows for entry in left):
             raise self._members.lost(link.peer)
         self._poller.unregister(link.sock)
+        link.has_ended = True
+        if link.active is None:
+            self._drop(link)
+
+    def _drop(self, link: _Link) -> None:
         del self._links[link.sock.fileno()]
         self._pairs.close(link.peer)
 

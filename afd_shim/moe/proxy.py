@@ -62,9 +62,7 @@ class RemoteFFNProxy:
 
         """
         self._max_kept_rows = max_rows
-        self._kept = {
-            layer: torch.empty(max_rows, hidden_size, dtype=dtype, device=device) for layer in self._layers
-        }
+        self._kept = {layer: torch.empty(max_rows, hidden_size, dtype=dtype, device=device) for layer in self._layers}
 
     def exchange(
         self, layer: int, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None

@@ -1,0 +1,201 @@
+"""One engine in one process: unsplit, the Attention role or the FFN role; told by a JSON file what to do.
+
+    python3 -m tests.gpu.engine_job JOB.json
+
+The engine runs in this very process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so batches are formed the
+same way in every run. An FFN job serves until the file `stop` of its job appears.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROMPTS"]
+
+PROMPTS = (
+    "The capital of France is",
+    "A mixture of experts routes each token to a few of many feed-forward networks, and",
+    "def main():",
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen",
+)
+
+
+def memory(worker: Any) -> dict[str, int]:
+    """Bytes on the device: what the allocator says, and what the model's parameters and KV cache take."""
+    import torch
+
+    worker = getattr(worker, "worker", worker)
+    model = worker.model_runner.get_model()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    caches: list[Any] = getattr(worker.model_runner, "kv_caches", [])
+    tensors = [t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])]
+    kv = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    on_gpu = torch.cuda.is_available()
+    return {
+        "allocated": torch.cuda.memory_allocated() if on_gpu else 0,
+        "peak_allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "parameters": sum(storages.values()),
+        "kv_cache": sum(kv.values()),
+    }
+
+
+def graphs(worker: Any) -> dict[str, Any]:
+    """How many CUDA graphs vLLM captured, and in what mode it runs."""
+    from vllm.compilation.counter import compilation_counter
+
+    worker = getattr(worker, "worker", worker)
+    compilation = worker.vllm_config.compilation_config
+    return {
+        "captured": compilation_counter.num_cudagraph_captured,
+        "mode": str(compilation.cudagraph_mode),
+        "compile": str(compilation.mode),
+        "split_at_moe": [op for op in compilation.splitting_ops or [] if "moe_forward" in op],
+    }
+
+
+def generate(llm: Any, tokens: int) -> list[dict[str, Any]]:
+    """Complete every prompt greedily in one batch: token ids and their log-probabilities."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
+    outputs = llm.generate(list(PROMPTS), sampling, use_tqdm=False)
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                step[token].logprob
+                for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ],
+        }
+        for output in outputs
+    ]
+
+
+def decode_speed(llm: Any, batches: list[int], vocabulary: int) -> list[dict[str, float]]:
+    """Decode throughput at several batch sizes, in tokens per second, prefill taken off.
+
+    Each batch is generated twice, with 2 and with 2 + 64 tokens; the difference is decoding alone.
+    """
+    from vllm import SamplingParams
+
+    steps, rows = 64, []
+    proxy = _proxy()
+    for batch in batches:
+        prompts = [{"prompt_token_ids": [(7 * i + j) % vocabulary for j in range(8)]} for i in range(batch)]
+        seconds, exchanging = [], []
+        for tokens in (2, 2, 2 + steps, 2 + steps):  # each length once to warm up
+            before = proxy.connector.stats.exchange_seconds if proxy else 0.0
+            started = time.perf_counter()
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            llm.generate(prompts, sampling, use_tqdm=False)
+            seconds.append(time.perf_counter() - started)
+            exchanging.append((proxy.connector.stats.exchange_seconds if proxy else 0.0) - before)
+        step = (seconds[3] - seconds[1]) / steps
+        rows.append(
+            {
+                "batch": batch,
+                "tokens_per_s": batch / step,
+                "step_ms": 1e3 * step,
+                "exchange_ms": 1e3 * (exchanging[3] - exchanging[1]) / steps,
+            }
+        )
+    return rows
+
+
+def _proxy() -> Any:
+    from afd_shim import role
+
+    return role.current().proxy if role.active() else None
+
+
+def time_experts() -> dict[str, Any]:
+    """Measure, on the FFN, how long the device computes per batch; filled while the loop serves."""
+    import torch
+
+    from afd_shim.ffn.serving import ServingLoop
+
+    compute = ServingLoop._compute
+    spans: list[tuple[int, Any, Any]] = []
+
+    def timed(self: ServingLoop, batch: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        output = compute(self, batch)
+        end.record()
+        spans.append((batch.hidden_states.shape[0], start, end))
+        return output
+
+    ServingLoop._compute = timed  # type: ignore[method-assign]
+    return {"spans": spans}
+
+
+def expert_times(spans: list[tuple[int, Any, Any]]) -> list[dict[str, float]]:
+    """Median microseconds per batch, by rows."""
+    import statistics
+
+    by_rows: dict[int, list[float]] = {}
+    for rows, start, end in spans:
+        by_rows.setdefault(rows, []).append(1e3 * start.elapsed_time(end))
+    return [
+        {"rows": rows, "batches": len(times), "experts_us": statistics.median(times)}
+        for rows, times in sorted(by_rows.items())
+    ]
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine, do the work, and return what the parent wants to know."""
+    from vllm import LLM
+
+    result: dict[str, Any] = {"name": job["name"], "role": job["role"]}
+    timed = time_experts() if job.get("time_experts") else None
+    started = time.perf_counter()
+    llm = LLM(model=job["model"], **job["engine"])
+    result["start_s"] = time.perf_counter() - started
+    if job["role"] == "ffn":
+        stop = Path(job["stop"])
+        Path(job["ready"]).touch()
+        while not stop.exists():
+            time.sleep(0.05)
+    else:
+        if job.get("tokens"):
+            runs = [generate(llm, job["tokens"]) for _ in range(job.get("repeat", 1))]
+            result["outputs"] = runs[0]
+            result["repeats"] = len(runs)
+            result["repeats_equal"] = all(run == runs[0] for run in runs)
+        if job.get("batches"):
+            result["speed"] = decode_speed(llm, job["batches"], job["vocabulary"])
+        result["graphs"] = llm.collective_rpc(graphs)[0]
+    result["memory"] = llm.collective_rpc(memory)[0]
+    if job["role"] != "unsplit":
+        result["stats"] = llm.collective_rpc("afd_stats")[0]
+    if timed is not None:
+        result["experts"] = expert_times(timed["spans"])
+    result["version"] = _version()
+    llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def main() -> None:
+    """Run the job; the result file appears whole or not at all."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    result = run(job)
+    out = Path(job["out"])
+    out.with_suffix(".part").write_text(json.dumps(result))
+    out.with_suffix(".part").rename(out)
+    sys.stdout.flush()
+    os._exit(0)  # what is left of the engine ends with the process
+
+
+if __name__ == "__main__":
+    main()

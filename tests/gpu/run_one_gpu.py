@@ -1,0 +1,333 @@
+"""Everything that one GPU can show, in one go: `python3 -m tests.gpu.run_one_gpu --out DIR`.
+
+Layers bit for bit, engines token for token through two processes and TCP, graphs, memory, what NCCL
+does with one GPU, and decode throughput on DeepSeek-V2-Lite's shape. Sections do not depend on each
+other; `--sections` picks some. Exit status 0 means that everything held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.deployments import Deployment, compare_outputs, run_all, run_module
+from tests.gpu.evidence import Evidence
+from tests.gpu.layers import compare, gate_name
+from tests.gpu.models import LITE_CONFIG, MODELS, write_lite_config, write_model
+
+SECTIONS = ("layers", "nccl", "engines", "memory", "throughput")
+LAYER_MODELS = tuple(MODELS)
+EAGER_MODELS = ("deepseek-v2", "qwen3-moe", "olmoe", "qwen3.5-moe", "qwen3-moe-fp8")
+GRAPH_MODELS = ("qwen3-moe", "deepseek-v2")
+BATCHES = (1, 16, 64, 256)
+
+_TOKENS = 32
+_MIN_DISTINCT = 6
+
+
+def engine(model: str, **more: object) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM` for a small engine."""
+    return {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.1,
+        "enable_prefix_caching": False,
+        "attention_backend": MODELS[model].attention_backend,
+        "enforce_eager": True,
+        **more,
+    }
+
+
+def graph_engine(model: str, mode: str) -> dict[str, Any]:
+    """As `engine`, compiled, with CUDA graphs of a few sizes."""
+    return engine(
+        model, enforce_eager=False, compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    )
+
+
+def deployments(checkpoints: Path) -> list[Deployment]:
+    """The engines: unsplit and split, eager and with graphs."""
+    work = {"tokens": _TOKENS}
+    found = []
+    for model in EAGER_MODELS:
+        path = write_model(model, checkpoints)
+        found.append(Deployment(f"{model} unsplit eager", path, engine(model), work))
+        for gate in MODELS[model].gate_placements:
+            split = {"compute_gate_on_attention": gate}
+            name = f"{model} split eager gate {gate_name(model, on_attention=gate)}"
+            found.append(Deployment(name, path, engine(model), work, split=split))
+    for model in GRAPH_MODELS:
+        path = write_model(model, checkpoints)
+        found.append(Deployment(f"{model} unsplit PIECEWISE", path, graph_engine(model, "PIECEWISE"), work))
+        for gate in MODELS[model].gate_placements:
+            split = {"compute_gate_on_attention": gate}
+            name = f"{model} split PIECEWISE gate {gate_name(model, on_attention=gate)}"
+            # Asked for what vLLM does by default, which holds full graphs: the Attention role turns it down.
+            found.append(Deployment(name, path, graph_engine(model, "FULL_AND_PIECEWISE"), work, split=split))
+    return found
+
+
+class Run:
+    """The sections; what several need is started once, at the beginning."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options = options
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self._pool = ThreadPoolExecutor(4)
+        self._layers: list[Future[int]] = []
+        self._nccl: Future[int] | None = None
+        self._engines: Future[dict[str, dict[str, Any]]] | None = None
+
+    def start(self, sections: list[str]) -> None:
+        """Start what may run side by side: comparisons care about results, not about time."""
+        for model in {*LAYER_MODELS, *EAGER_MODELS}:
+            write_model(model, self.checkpoints)
+        if "layers" in sections:
+            for stage in ("native", "split"):
+                arguments = (stage, "--checkpoints", str(self.checkpoints), "--out", str(self.folder / f"{stage}.pt"))
+                self._layers.append(
+                    self._pool.submit(
+                        run_module, "tests.gpu.layers", *arguments, timeout=240, log=self.folder / f"{stage}.log"
+                    )
+                )
+        if "nccl" in sections:
+            arguments = (str(self.folder / "peers.json"), "world1", "same_gpu", "gloo")
+            self._nccl = self._pool.submit(
+                run_module, "tests.gpu.peers", *arguments, timeout=180, log=self.folder / "peers.log"
+            )
+        if {"engines", "memory"} & set(sections):
+            self._engines = self._pool.submit(
+                run_all,
+                deployments(self.checkpoints),
+                self.folder / "engines",
+                timeout=self.options.engine_seconds,
+                at_once=self.options.at_once,
+            )
+
+    def layers(self, evidence: Evidence) -> bool:
+        """The split MoE block against the native one, bit for bit."""
+        for future in self._layers:
+            future.result()
+        rows = compare(self.folder / "native.pt", self.folder / "split.pt")
+        evidence.table("layers", rows)
+        if any("error" in row for row in rows):
+            for stage in ("native", "split"):
+                evidence.text(f"```\n{stage}:\n{_tail(self.folder / f'{stage}.log', 60)}\n```")
+        covered = {row["model"] for row in rows if row.get("equal")}
+        return covered == set(LAYER_MODELS) and all(
+            row.get("equal") and row["nontrivial"] and row["payload"] for row in rows
+        )
+
+    def nccl(self, evidence: Evidence) -> bool:
+        """What NCCL and the connector's own logic do with one GPU."""
+        assert self._nccl is not None
+        self._nccl.result()
+        found = json.loads((self.folder / "peers.json").read_text())
+        rows = [{"case": case, "ok": result["ok"], "seconds": result.get("seconds")} for case, result in found.items()]
+        evidence.table("nccl", rows)
+        evidence.data("peers", found)
+        if all(row["ok"] for row in rows):
+            message = next(r["message"] for r in found["same_gpu"].values() if isinstance(r, dict) and "message" in r)
+            evidence.text(f"Two ranks on one GPU: {message}")
+            return True
+        evidence.text(f"```\n{json.dumps(found, indent=1)[:4000]}\n{_tail(self.folder / 'peers.log', 60)}\n```")
+        return False
+
+    def engines(self, evidence: Evidence) -> bool:
+        """Generated tokens and log-probabilities, split against unsplit."""
+        found = self._engine_results()
+        rows = []
+        for name, result in found.items():
+            model, kind, mode = name.split(" ")[:3]
+            row: dict[str, Any] = {"run": name}
+            if "error" in result:
+                rows.append(row | {"error": result["error"][-200:]})
+                evidence.text(f"```\n{name}: {result['error'][-5000:]}\n```")
+                continue
+            row |= {"start_s": result["start_s"], "graphs": result["graphs"]["captured"] or None}
+            if kind == "split":
+                for reference in ("eager", "PIECEWISE") if mode == "PIECEWISE" else ("eager",):
+                    expected = found.get(f"{model} unsplit {reference}", {"error": ""})
+                    if "error" not in expected:
+                        rows.append(row | {"against": f"unsplit {reference}"} | compare_outputs(expected, result))
+            else:
+                rows.append(row | {"against": "", "tokens_equal": None})
+        evidence.table("engines", rows)
+        held = [row for row in rows if row.get("tokens_equal") is not None]
+        eager = [row for row in held if " eager " in row["run"]]
+        evidence.text(
+            "Eager runs must be equal in tokens and log-probabilities. PIECEWISE runs are compared with both: Inductor "
+            "computes norms and activations in other roundings than the eager kernels do."
+        )
+        return (
+            not any("error" in row for row in rows)
+            and bool(eager)
+            and all(row["tokens_equal"] and row["logprobs_equal"] for row in eager)
+            and all(row["distinct_tokens"] >= _MIN_DISTINCT for row in held)
+            and all(self._graphs_are_ours(found[row["run"]]) for row in held if " PIECEWISE " in row["run"])
+        )
+
+    @staticmethod
+    def _graphs_are_ours(result: dict[str, Any]) -> bool:
+        graphs, stats = result["graphs"], result["stats"]
+        ran = stats["exchanges"] == stats["forwards"] * stats["moe_layers"] and stats["real_rows"] > 0
+        return bool(graphs["mode"] == "PIECEWISE" and graphs["captured"] and graphs["split_at_moe"] and ran)
+
+    def memory(self, evidence: Evidence) -> bool:
+        """What each role holds on the device: numbers from the allocator."""
+        found = self._engine_results()
+        rows, held = [], True
+        for model in EAGER_MODELS:
+            unsplit = found.get(f"{model} unsplit eager", {})
+            split = next((r for name, r in found.items() if name.startswith(f"{model} split eager")), {})
+            if "memory" not in unsplit or "memory" not in split:
+                held = False
+                continue
+            roles = {"unsplit": unsplit, "attention": split, "ffn": split["ffn"]}
+            rows += [
+                {"model": model, "role": role}
+                | {f"{key}_MB": value / 1e6 for key, value in result["memory"].items()}
+                | {
+                    "read_MB": result["stats"]["weight_bytes_read"] / 1e6 if "stats" in result else None,
+                    "owned_MB": result["stats"]["weight_bytes_owned"] / 1e6 if "stats" in result else None,
+                }
+                for role, result in roles.items()
+            ]
+            whole, attention, ffn = (roles[role]["memory"] for role in roles)
+            # Padding by kernels may add to the FFN's; nothing may be held twice.
+            together = attention["parameters"] + ffn["parameters"]
+            held = held and 0.98 <= together / whole["parameters"] <= 1.02 and ffn["kv_cache"] == 0
+            held = held and attention["kv_cache"] == whole["kv_cache"]
+        evidence.table("memory", rows)
+        return held and bool(rows)
+
+    def throughput(self, evidence: Evidence) -> bool:
+        """Decode throughput on DeepSeek-V2-Lite's shape, both roles on this GPU, TCP between them."""
+        rows = lite_throughput(
+            self.folder,
+            gpus=("0", "0"),
+            connector="TcpAFDConnector",
+            timeout=self.options.lite_seconds,
+            evidence=evidence,
+        )
+        evidence.table("throughput", rows)
+        evidence.text(
+            "step: one decode step of the whole engine. exchange: the part of it between sending a layer's input and "
+            "holding its output, which over TCP contains the wait for Attention's own kernels. experts: the FFN's "
+            "device time for one layer. Both roles share one GPU here: a split engine can only lose."
+        )
+        return all("error" not in row for row in rows)
+
+    def _engine_results(self) -> dict[str, dict[str, Any]]:
+        assert self._engines is not None
+        return self._engines.result()
+
+
+def lite_throughput(
+    folder: Path, *, gpus: tuple[str, str], connector: str, timeout: float, evidence: Evidence, unsplit_tp: int = 1
+) -> list[dict[str, Any]]:
+    """Run DeepSeek-V2-Lite's shape unsplit and split, one after the other; rows per batch size."""
+    path = write_lite_config(folder)
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": max(BATCHES),
+        "kv_cache_memory_bytes": 4 << 30,
+        "gpu_memory_utilization": 0.4,
+        "enable_prefix_caching": False,
+        "attention_backend": "TRITON_MLA",
+    }
+    work = {"batches": list(BATCHES), "vocabulary": LITE_CONFIG["vocab_size"]}
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": list(BATCHES)}}
+    parallel = {"tensor_parallel_size": unsplit_tp}
+    tp_gpus = (",".join(str(i) for i in range(unsplit_tp)), "")
+    split = {"connector": connector}
+    runs = [
+        Deployment("unsplit full graphs", path, common | graphs | parallel, work, gpus=tp_gpus),
+        Deployment("unsplit eager", path, common | {"enforce_eager": True} | parallel, work, gpus=tp_gpus),
+        Deployment(
+            "split PIECEWISE", path, common | graphs, work, split=split, gpus=gpus, ffn_work={"time_experts": True}
+        ),
+        Deployment(
+            "split eager",
+            path,
+            common | {"enforce_eager": True},
+            work,
+            split=split,
+            gpus=gpus,
+            ffn_work={"time_experts": True},
+        ),
+    ]
+    found = run_all(runs, folder / "lite", timeout=timeout, at_once=1)
+    base = {row["batch"]: row["tokens_per_s"] for row in found["unsplit full graphs"].get("speed", [])}
+    rows: list[dict[str, Any]] = []
+    layers = int(str(LITE_CONFIG["num_hidden_layers"])) - 1
+    for name, result in found.items():
+        if "error" in result:
+            rows.append({"run": name, "error": result["error"][-200:]})
+            evidence.text(f"```\n{name}: {result['error'][-4000:]}\n```")
+            continue
+        experts = {row["rows"]: row["experts_us"] for row in result.get("ffn", {}).get("experts", [])}
+        for row in result["speed"]:
+            exchange_us = 1e3 * row["exchange_ms"] / layers
+            rows.append(
+                {
+                    "run": name,
+                    "graphs": result["graphs"]["mode"],
+                    "batch": row["batch"],
+                    "tokens_per_s": row["tokens_per_s"],
+                    "of_unsplit": row["tokens_per_s"] / base[row["batch"]] if base else None,
+                    "step_ms": row["step_ms"],
+                    "exchange_us_per_layer": exchange_us or None,
+                    "experts_us_per_layer": experts.get(row["batch"]),
+                    "rest_us_per_layer": (1e3 * row["step_ms"] / layers - exchange_us) if exchange_us else None,
+                }
+            )
+    return rows
+
+
+def _tail(path: Path, lines: int) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+
+def main() -> int:
+    """Run the sections that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--at-once", type=int, default=6, help="deployments that run side by side")
+    parser.add_argument("--engine-seconds", type=float, default=300.0)
+    parser.add_argument("--lite-seconds", type=float, default=240.0)
+    options = parser.parse_args()
+    sections = [section for section in SECTIONS if section in options.sections.split(",")]
+    folder = Path(tempfile.mkdtemp(prefix="afd-gpu-"))
+    run = Run(options, folder)
+    evidence = Evidence("one-gpu", "One GPU: what the split shows", options.out)
+    evidence.section("start", lambda _: run.start(sections) is None)
+    titles: dict[str, tuple[str, Callable[[Evidence], bool]]] = {
+        "layers": ("Split MoE blocks equal the native ones, bit for bit", run.layers),
+        "nccl": ("NCCL and the connector's logic on one GPU", run.nccl),
+        "engines": ("Engines through two processes and TCP", run.engines),
+        "memory": ("Device memory by role", run.memory),
+        "throughput": ("Decode throughput, DeepSeek-V2-Lite's shape", run.throughput),
+    }
+    for section in sections:
+        evidence.section(*titles[section])
+    return evidence.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
