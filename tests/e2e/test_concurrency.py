@@ -24,8 +24,12 @@ PROMPTS = tuple(
 
 
 def test_ten_clients_get_the_tokens_of_one_alone(checkpoint_of: Callable[..., Checkpoint], log_dir: Path) -> None:
-    """float32, where the batch a kernel sees does not decide a token; steps must really have been merged."""
-    checkpoint = checkpoint_of("deepseek-v2", dtype="float32")
+    """float32, where the batch a kernel sees does not decide a token; steps must really have been merged.
+
+    Not a model with MLA: stock vLLM's CPU prefill of several such requests at once differs from the
+    prefill of each alone (first-token log-probabilities by up to 0.6 on 0.32.0, without any plugin).
+    """
+    checkpoint = checkpoint_of("qwen3-moe", dtype="float32")
     expected = run_unsplit(checkpoint, log_dir, prompts=PROMPTS)
 
     with start_split(checkpoint, log_dir) as deployment, ThreadPoolExecutor(len(PROMPTS)) as clients:
