@@ -42,11 +42,22 @@ from afd_shim.ffn.serving import ServingLoop
 from afd_shim.moe.checkpoint import plan_checkpoint
 from afd_shim.moe.factory import require_layers
 from afd_shim.moe.proxy import RemoteFFNProxy
+from afd_shim.moe.reading import tensor_by_tensor
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["LoadedModel", "connected", "free_port", "load_model", "load_role", "local_world", "patched_vllm"]
+__all__ = [
+    "LoadedModel",
+    "connected",
+    "engine_config",
+    "free_port",
+    "inspect_here",
+    "load_model",
+    "load_role",
+    "local_world",
+    "patched_vllm",
+]
 
 
 @dataclass(slots=True)
@@ -141,7 +152,8 @@ def load_role(path: Path, afd: dict[str, object], **engine_args: Any) -> LoadedM
     role.take(context)
     with set_current_vllm_config(config):
         context.plan = plan_checkpoint(config, context)
-        model = get_model(vllm_config=config)
+        with tensor_by_tensor():
+            model = get_model(vllm_config=config)
     require_layers(context.layers, str(path))
     return LoadedModel(model, config, context)
 

@@ -17,6 +17,7 @@ from afd_shim.errors import ConfigError, LayerError
 from afd_shim.moe.checkpoint import plan_checkpoint
 from afd_shim.moe.factory import require_layers
 from afd_shim.moe.pruning import parameter_bytes
+from afd_shim.moe.reading import tensor_by_tensor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +74,8 @@ class RoleWorker(Base):
 
         with set_current_vllm_config(self.vllm_config):
             self.role.plan = plan_checkpoint(self.vllm_config, self.role)
-        super().load_model(*args, **kwargs)
+        with tensor_by_tensor():
+            super().load_model(*args, **kwargs)
         activation.require(self.patch_set)
         self.moe_layers: list[MoELayer] = require_layers(self.role.layers, self.model_config.model)
         self._check_layers()

@@ -1,0 +1,395 @@
+"""A role reads and holds what it owns, and nothing else; whatever its tensors are called."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import weight_utils
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
+
+from afd_shim import role
+from afd_shim.errors import UnsupportedModelError
+from afd_shim.moe.checkpoint import CheckpointPlan
+from afd_shim.testing.checkpoints import Checkpoint, Role, write_checkpoint
+from afd_shim.testing.families import FAMILIES
+from afd_shim.testing.local_roles import LoadedModel, inspect_here, load_model, load_role, patched_vllm
+from afd_shim.testing.tensors import TensorSpec, write_safetensors
+
+MakeCheckpoint = Callable[..., Checkpoint]
+LoadRole = Callable[..., LoadedModel]
+
+CASES = [(family, gate) for family in sorted(FAMILIES) for gate in FAMILIES[family].gate_placements]
+ROLES: tuple[Role, Role] = ("ffn", "attention")
+
+
+class CountedFile:
+    """A safetensors file that counts what is read from it."""
+
+    def __init__(self, file: Any, read: dict[str, int]) -> None:
+        self._file = file
+        self._read = read
+
+    def __enter__(self) -> CountedFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor, and count its bytes."""
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        self._read[name] = self._read.get(name, 0) + tensor.nbytes
+        return tensor
+
+
+@contextmanager
+def counted_reads() -> Iterator[dict[str, int]]:
+    """Bytes read from safetensors files meanwhile, by tensor."""
+    counted: dict[str, int] = {}
+    stock = weight_utils.safe_open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_utils, "safe_open", lambda *args, **kwargs: CountedFile(stock(*args, **kwargs), counted))
+        yield counted
+
+
+@pytest.fixture
+def read() -> Iterator[dict[str, int]]:
+    """Bytes read from safetensors files during a test, by tensor."""
+    with counted_reads() as counted:
+        yield counted
+
+
+@dataclass(slots=True)
+class Live:
+    """The Parameters that came to life in this process since this was made."""
+
+    before: list[nn.Parameter]
+
+    def bytes(self) -> int:
+        """Bytes of their memory, each storage once."""
+        known = {id(parameter) for parameter in self.before}
+        storages = {
+            parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+            for parameter in live_parameters()
+            if id(parameter) not in known
+        }
+        return sum(storages.values())
+
+
+def live_parameters() -> list[nn.Parameter]:
+    """Every Parameter of this process that has memory, whoever holds it."""
+    gc.collect()
+    # Tensors first: asking for a Parameter runs Python code for every object of the process.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.device.type != "meta"]
+
+
+@pytest.fixture(scope="module")
+def native_bytes(world: None, checkpoint: MakeCheckpoint) -> Iterator[dict[str, int]]:
+    """Bytes of the Parameters that an unsplit model lives with, by family."""
+    held = {}
+    for family in sorted(FAMILIES):
+        inspect_here(FAMILIES[family].architecture)
+    gc.collect()
+    gc.freeze()  # vLLM's million objects need not be looked through for every model
+    for family in sorted(FAMILIES):
+        live = Live(live_parameters())
+        loaded = load_model(checkpoint(family).path)
+        held[family] = live.bytes()
+        del loaded
+    yield held
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def patched(native_bytes: object) -> Iterator[None]:
+    """vLLM with both roles' patches."""
+    with patched_vllm():
+        yield
+
+
+@pytest.fixture
+def load(patched: None) -> Iterator[LoadRole]:
+    """Load a role's model; the role is given back after the test."""
+    loaded: list[LoadedModel] = []
+
+    def load_one(path: Path, role_name: Role, *, gate: bool = False, **engine_args: Any) -> LoadedModel:
+        afd: dict[str, object] = {"role": role_name, "compute_gate_on_attention": gate}
+        loaded.append(load_role(path, afd, **engine_args))
+        return loaded[-1]
+
+    yield load_one
+    for model in loaded:
+        assert model.context is not None
+        role.release(model.context)
+
+
+def plan_of(loaded: LoadedModel) -> CheckpointPlan:
+    """What the product says it owns and has read."""
+    assert loaded.context is not None
+    assert loaded.context.plan is not None
+    return loaded.context.plan
+
+
+@dataclass(slots=True)
+class Observed:
+    """One role of a checkpoint, loaded."""
+
+    read: dict[str, int]
+    live_bytes: int
+    plan: CheckpointPlan
+    registered: list[str]
+
+
+@dataclass(slots=True)
+class Deployment:
+    """Both roles of a checkpoint, loaded one after the other."""
+
+    checkpoint: Checkpoint
+    gate: bool
+    roles: dict[Role, Observed]
+
+    def owned_bytes(self, role_name: Role) -> int:
+        """Bytes in the checkpoint of what a role owns."""
+        return self.checkpoint.owned_bytes(role_name, compute_gate_on_attention=self.gate)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-gate_{'attention' if case[1] else 'ffn'}")
+def deployment(request: pytest.FixtureRequest, patched: None, checkpoint: MakeCheckpoint) -> Deployment:
+    """A family's checkpoint as both roles, with the counts of a counter that is not the product's."""
+    family, gate = request.param
+    made = checkpoint(family)
+    roles: dict[Role, Observed] = {}
+    for role_name in ROLES:
+        live = Live(live_parameters())
+        with counted_reads() as read:
+            loaded = load_role(made.path, {"role": role_name, "compute_gate_on_attention": gate})
+        registered = sorted(loaded.config.compilation_config.static_forward_context)
+        roles[role_name] = Observed(read, live.bytes(), plan_of(loaded), registered)
+        assert loaded.context is not None
+        role.release(loaded.context)
+    return Deployment(made, gate, roles)
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_a_role_reads_exactly_the_names_it_owns(deployment: Deployment, role_name: Role) -> None:
+    """What the family declares is the measure, and reads are counted where the file is read."""
+    observed = deployment.roles[role_name]
+
+    owned = deployment.checkpoint.owned_names(role_name, compute_gate_on_attention=deployment.gate)
+    assert observed.plan.owned == owned
+    assert set(observed.read) == owned
+    assert sum(observed.read.values()) <= 1.05 * deployment.owned_bytes(role_name)
+    assert observed.plan.bytes_read == sum(observed.read.values())
+
+
+def test_live_parameters_are_what_the_role_owns(deployment: Deployment, native_bytes: dict[str, int]) -> None:
+    """The FFN holds its tensors and no byte more, and Attention holds the rest of the native model."""
+    held = {role_name: observed.live_bytes for role_name, observed in deployment.roles.items()}
+
+    assert held["ffn"] == deployment.owned_bytes("ffn")
+    # Not its checkpoint bytes: vLLM keeps two more matrices for each MLA layer, and A_log in float32.
+    assert held["attention"] == native_bytes[deployment.checkpoint.family.name] - held["ffn"]
+
+
+def test_the_ffn_registers_nothing_but_its_moe_layers(deployment: Deployment) -> None:
+    """What stays registered stays alive, and vLLM would plan a KV cache for its attention."""
+    layers = deployment.checkpoint.moe_layers
+
+    registered = deployment.roles["ffn"].registered
+    assert [extract_layer_index(name) for name in registered] == layers
+    assert all(name.endswith(".experts") for name in registered)
+    assert set(registered) < set(deployment.roles["attention"].registered)
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3-moe"])
+def test_tied_embeddings_are_attentions(
+    family: str, role_name: Role, checkpoint: MakeCheckpoint, load: LoadRole, read: dict[str, int]
+) -> None:
+    """One tensor, embedding and head; the FFN has neither."""
+    made = checkpoint(family, tied_embeddings=True)
+
+    live = Live(live_parameters())
+    loaded = load(made.path, role_name)
+
+    assert set(read) == made.owned_names(role_name)
+    assert ("model.embed_tokens.weight" in read) == (role_name == "attention")
+    assert live.bytes() == made.owned_bytes(role_name)
+    assert loaded.config.model_config.hf_config.tie_word_embeddings
+
+
+# --- Names the code never saw ---------------------------------------------------------------------
+class RenamedMoe(Qwen3MoeForCausalLM):
+    """Qwen3-MoE whose checkpoint calls everything otherwise, as multimodal wrappers do."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"net.language.": "model.", "net.head.": "lm_head."},
+        orig_to_new_substr={".feed.": ".mlp.", ".expert_list.": ".experts."},
+    )
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load through the mapper, as vLLM's wrappers do."""
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        return loaded
+
+
+class BlindMoe(Qwen3MoeForCausalLM):
+    """Qwen3-MoE that ignores the vision tower in its checkpoint."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Skip the tower, as text-only variants do."""
+        loaded: set[str] = AutoWeightsLoader(self, ignore_unexpected_prefixes=["visual."]).load_weights(weights)
+        return loaded
+
+
+class Tower(nn.Module):
+    """A tower with layers whose parts are called like a MoE layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlp = nn.Module()
+        mlp.gate = nn.Linear(128, 8, bias=False)
+        mlp.experts = nn.ModuleList([nn.ModuleDict({"gate_proj": nn.Linear(128, 64, bias=False)})])
+        layer = nn.Module()
+        layer.mlp = mlp
+        self.layers = nn.ModuleList([layer])
+
+
+class SeeingMoe(Qwen3MoeForCausalLM):
+    """Qwen3-MoE with a vision tower whose names match a MoE layer's."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.visual = Tower()
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load everything, the tower too."""
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights)
+        return loaded
+
+
+TOWER = (
+    TensorSpec("visual.layers.0.mlp.gate.weight", (8, 128), "attention", std=0.1),
+    TensorSpec("visual.layers.0.mlp.experts.0.gate_proj.weight", (64, 128), "attention", std=0.1),
+)
+
+
+def renamed(name: str) -> str:
+    """The name RenamedMoe's checkpoint has for a tensor of Qwen3-MoE."""
+    name = name.replace("lm_head.", "net.head.", 1) if name.startswith("lm_head.") else name
+    name = name.replace("model.", "net.language.", 1) if name.startswith("model.") else name
+    return name.replace(".mlp.", ".feed.").replace(".experts.", ".expert_list.")
+
+
+def write_variant(path: Path, model: type[nn.Module], specs: Sequence[TensorSpec]) -> Path:
+    """Write a Qwen3-MoE checkpoint with other tensors, for another model class."""
+    write_checkpoint("qwen3-moe", path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": [model.__name__]}))
+    write_safetensors(path / "model.safetensors", specs, dtype="bfloat16", seed=0)
+    ModelRegistry.register_model(model.__name__, model)
+    return path
+
+
+def owned_by(specs: Sequence[TensorSpec], role_name: Role) -> set[str]:
+    """Names a role owns, with the gate on FFN."""
+    return {spec.name for spec in specs if ("ffn" if spec.owner == "gate" else spec.owner) == role_name}
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_a_renamed_checkpoint_is_attributed_through_the_models_own_mapper(
+    role_name: Role, checkpoint: MakeCheckpoint, load: LoadRole, read: dict[str, int], tmp_path: Path
+) -> None:
+    """No name in it looks like an expert, a gate or a layer that the code knows."""
+    specs = [replace(spec, name=renamed(spec.name)) for spec in checkpoint("qwen3-moe").specs]
+    assert not any("experts" in spec.name or "model." in spec.name for spec in specs)
+
+    load(write_variant(tmp_path, RenamedMoe, specs), role_name)
+
+    assert set(read) == owned_by(specs, role_name)
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_names_the_model_ignores_are_read_by_nobody(
+    role_name: Role, checkpoint: MakeCheckpoint, load: LoadRole, read: dict[str, int], tmp_path: Path
+) -> None:
+    """A tower for a text-only model stays on disk, on both roles."""
+    specs = checkpoint("qwen3-moe").specs
+
+    load(write_variant(tmp_path, BlindMoe, [*specs, *TOWER]), role_name)
+
+    assert set(read) == owned_by(specs, role_name)
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_a_vision_tower_that_looks_like_a_moe_layer_is_attentions(
+    role_name: Role, checkpoint: MakeCheckpoint, load: LoadRole, read: dict[str, int], tmp_path: Path
+) -> None:
+    """`layers.0.mlp.experts` outside the decoder is no MoE layer: it was not built by the factory."""
+    specs = [*checkpoint("qwen3-moe").specs, *TOWER]
+
+    loaded = load(write_variant(tmp_path, SeeingMoe, specs), role_name)
+
+    assert set(read) == owned_by(specs, role_name)
+    tower = [name for name, tensor in loaded.model.named_parameters() if name.startswith("visual.")]
+    assert (tower != []) == (role_name == "attention")
+
+
+def test_fused_expert_tensors_are_the_ffns(checkpoint: MakeCheckpoint, load: LoadRole, read: dict[str, int]) -> None:
+    """GraniteMoE stores all experts of a layer in one three-dimensional tensor, under names of its own."""
+    made = checkpoint("granitemoe")
+
+    load(made.path, "ffn")
+
+    assert {name.rsplit(".", 2)[1] for name in read} == {"input_linear", "output_linear"}
+    assert all(len(spec.shape) == 3 for spec in made.specs if spec.name in read)
+
+
+# --- What cannot be read selectively --------------------------------------------------------------
+@pytest.mark.parametrize("role_name", ROLES)
+def test_a_checkpoint_without_safetensors_is_refused(
+    role_name: Role, checkpoint: MakeCheckpoint, load: LoadRole, tmp_path: Path
+) -> None:
+    """A pickled checkpoint has no headers: a role would have to read all of it."""
+    made = checkpoint("qwen3-moe")
+    (tmp_path / "config.json").write_text((made.path / "config.json").read_text())
+    weights = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in made.specs}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(UnsupportedModelError, match="safetensors") as refused:
+        load(tmp_path, role_name)
+
+    assert refused.value.key == "load_format"
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_dummy_weights_need_no_checkpoint(
+    role_name: Role, checkpoint: MakeCheckpoint, load: LoadRole, read: dict[str, int], tmp_path: Path
+) -> None:
+    """`--load-format dummy` serves a role from a config alone, and holds what the role owns."""
+    made = checkpoint("qwen3-moe")
+    (tmp_path / "config.json").write_text((made.path / "config.json").read_text())
+
+    live = Live(live_parameters())
+    loaded = load(tmp_path, role_name, load_format="dummy")
+
+    assert read == {}
+    assert live.bytes() == made.owned_bytes(role_name)
+    assert not plan_of(loaded).selective
