@@ -135,7 +135,8 @@ def _table(runs: Iterable[SplitRun]) -> Table:
         caption="read: bytes read from the checkpoint, and their ratio to what the role owns (1.00 is ideal)\n"
         "us: mean time of an exchange on the Attention side, experts included",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
+        show_edge=False,
         pad_edge=False,
     )
     table.add_column("model", no_wrap=True)

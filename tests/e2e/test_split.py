@@ -71,6 +71,7 @@ def test_a_request_to_the_ffn_is_a_client_error(
     assert generate(split.attention) == unsplit.outputs
 
 
+@pytest.mark.newest_release
 def test_every_number_of_a_split_run_holds(checkpoint: Checkpoint, unsplit: Unsplit, log_dir: Path) -> None:
     """Gate on Attention: same tokens, one exchange per MoE layer and forward, no byte read in vain."""
     run = run_split(checkpoint, log_dir, expected=unsplit.outputs, compute_gate_on_attention=True)
@@ -83,6 +84,7 @@ def test_without_afd_only_the_configuration_wrapper_differs(unsplit: Unsplit) ->
     assert unsplit.symbols == [CONFIGURATION_WRAPPER]
 
 
+@pytest.mark.newest_release
 def test_without_afd_tokens_are_those_of_vllm_alone(checkpoint: Checkpoint, unsplit: Unsplit, log_dir: Path) -> None:
     """A server that does not load the plugin at all generates the same."""
     alone = run_unsplit(checkpoint, log_dir, env={"VLLM_PLUGINS": ""})
