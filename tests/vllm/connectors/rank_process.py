@@ -57,7 +57,7 @@ def make_hello(role: str, rank: int = 0, **fields: Any) -> Hello:
 
 @dataclass
 class Work:
-    """The forwards of one Attention rank: steps of no, most, then random rows; some padded, some dummy."""
+    """The forwards of one Attention rank: steps of most, no, then random rows; some padded, some dummy."""
 
     steps: int
     seed: int
@@ -139,7 +139,7 @@ def attend(connector: Any, hello: Hello, logits_dtype: torch.dtype, work: Work) 
     counts = {"exchanges": 0, "rows": 0, "real_rows": 0, "steps": 0}
     for step in range(work.steps):
         rows = int(torch.randint(0, work.max_rows + 1, (1,), generator=generator))
-        rows = (0, work.max_rows, rows)[min(step, 2)]
+        rows = (work.max_rows, 0, rows)[min(step, 2)]
         dummy = step % 5 == 4
         real_rows = 0 if dummy else int(torch.randint(0, rows + 1, (1,), generator=generator))
         for layer in hello.moe_layers:

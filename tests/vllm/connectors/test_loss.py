@@ -97,18 +97,3 @@ def test_killed_ffn_rank_is_named_to_attention(deploy: Any) -> None:
         _, text, when = rank.expect("error")
         assert "FFN rank 1 at 127.0.0.1:" in text
         assert when - killed < HEARD_WITHIN_S
-
-
-def test_busy_ffn_is_no_dead_ffn(deploy: Any) -> None:
-    """A 33 MB request waits 7 s for an FFN that computes for another server: nobody is declared lost."""
-    deployment = deploy(2, 1, hidden_size=2048, max_num_tokens=8192)
-    (ffn,) = deployment.ffn
-    ffn.order("serve", 7.0)
-    deployment.attention[0].order("attend", Work(steps=1, seed=0, max_rows=1))
-    time.sleep(1.0)
-    deployment.attention[1].order("attend", Work(steps=1, seed=5, max_rows=8192))
-
-    time.sleep(6.5)
-
-    assert not deployment.attention[1].pipe.poll(0)
-    assert not ffn.pipe.poll(0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from afd_shim.connectors import ExchangeHeader, Reply, create_attention_connector, create_ffn_connector
+from afd_shim.connectors import ExchangeHeader, Reply, create_attention_connector, create_ffn_connector, sockets
 from afd_shim.errors import ConfigError, FrameError, PeerLostError, TransportError
 
 rank_process: Any = importlib.import_module("rank_process")
@@ -20,26 +20,32 @@ CPU = torch.device("cpu")
 
 
 class Pair:
-    """One rank of each role, connected, in this process."""
+    """One FFN rank and one or more Attention ranks, connected, in this process."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, attention: int = 1, **fields: Any) -> None:
         self.lost: list[PeerLostError] = []
-        make_hello = rank_process.make_hello
-        config = rank_process.Config(0)
-        ffn: Any = create_ffn_connector(config, make_hello("ffn", **fields), device=CPU, on_peer_lost=self.lost.append)
+        make_hello, counts = rank_process.make_hello, {"num_attention_ranks": attention, **fields}
+        config = rank_process.Config(0, attention)
+        ffn: Any = create_ffn_connector(config, make_hello("ffn", **counts), device=CPU, on_peer_lost=self.lost.append)
         self.ffn = ffn
         config.port = ffn.address[1]
-        self.attention = create_attention_connector(
-            config, make_hello("attention", **fields), device=CPU, on_peer_lost=self.lost.append
-        )
-        connecting = threading.Thread(target=self.ffn.connect)
-        connecting.start()
-        self.attention.connect()
-        connecting.join()
+        self.attentions = [
+            create_attention_connector(
+                config, make_hello("attention", rank, **counts), device=CPU, on_peer_lost=self.lost.append
+            )
+            for rank in range(attention)
+        ]
+        self.attention = self.attentions[0]
+        connecting = [threading.Thread(target=each.connect) for each in (ffn, *self.attentions)]
+        for thread in connecting:
+            thread.start()
+        for thread in connecting:
+            thread.join()
 
     def close(self) -> None:
-        """Close both ends."""
-        self.attention.close()
+        """Close all ends."""
+        for attention in self.attentions:
+            attention.close()
         self.ffn.close()
 
 
@@ -216,6 +222,30 @@ def test_peer_that_breaks_the_protocol_is_named(pair: Pair) -> None:
 
     with pytest.raises(FrameError, match="Attention rank 0 sent a bad frame: not a frame of this protocol"):
         pair.ffn.recv_attn_output()
+
+
+def test_busy_ffn_is_no_dead_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 33 MB request waits for an FFN that computes for longer than a lost host is given: nobody is lost."""
+    monkeypatch.setattr(sockets, "LOST_HOST_MS", 1000)
+    pair = Pair(attention=2, hidden_size=2048, max_num_tokens=8192)
+    first, second = pair.attentions
+    first.send_attn_output(header(1), rows(1, 2048))
+    batch = pair.ffn.recv_attn_output()
+    asked, out = header(8192), rows(8192, 2048)
+    sending = threading.Thread(target=second.send_attn_output, args=(asked, rows(8192, 2048) * 2))
+    sending.start()
+
+    time.sleep(3)
+    pair.ffn.send_ffn_output(batch, rows(1, 2048))
+
+    waiting = pair.ffn.recv_attn_output()
+    answering = threading.Thread(target=pair.ffn.send_ffn_output, args=(waiting, waiting.hidden_states))
+    answering.start()
+    sending.join()
+    assert torch.equal(second.recv_ffn_output(asked, out), rows(8192, 2048) * 2)
+    answering.join()
+    assert pair.lost == []
+    pair.close()
 
 
 def test_connector_is_chosen_by_device() -> None:
