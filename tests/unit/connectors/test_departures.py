@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -69,7 +70,8 @@ def test_killed_attention_is_heard_idle(hello: MakeHello, meeting: Meeting, proc
 
     child.send_signal(signal.SIGKILL)
 
-    assert hub.data["Attention rank 0"].recv(1) == b""
+    with contextlib.suppress(ConnectionResetError):  # what the victim had not read yet turns the end into a reset
+        assert hub.data["Attention rank 0"].recv(1) == b""
     wait_until(lambda: meeting.lost["ffn 0"])
     (error,) = meeting.lost["ffn 0"]
     assert "Attention rank 0 at 127.0.0.1:" in str(error)

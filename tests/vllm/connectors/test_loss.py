@@ -70,9 +70,10 @@ def test_killed_peer_idle(deploy: Any, role: str) -> None:
     victim.kill()
     killed = time.time()
 
-    assert survivor.pipe.poll(HEARD_WITHIN_S)
-    kind, text, clean, when = survivor.pipe.recv()
-    assert (kind, clean) == ("lost", False)
+    answers = [survivor.pipe.recv() for _ in range(2) if survivor.pipe.poll(HEARD_WITHIN_S)]
+    # The FFN's receive fails beside the callback, in a thread of its own: either may be told first.
+    ((_, text, clean, when),) = [answer for answer in answers if answer[0] == "lost"]
+    assert not clean
     assert f"{'Attention' if role == 'attention' else 'FFN'} rank 0 at 127.0.0.1:" in text
     assert when - killed < HEARD_WITHIN_S
 
