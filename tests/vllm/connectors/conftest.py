@@ -52,6 +52,11 @@ class Rank:
             assert answer[0] == "lost", answer
             self.lost.append(answer[1:])
 
+    def expect_lost(self) -> None:
+        """Wait until the callback has told of a lost peer; it may come after the call that failed."""
+        if not self.lost:
+            self.lost.append(self.expect("lost"))
+
     def result(self) -> Any:
         """Wait for the result of the last order."""
         return self.expect("result")[0]

@@ -30,6 +30,7 @@ def test_killed_ffn_busy(deploy: Any) -> None:
     assert f"FFN rank 0 at 127.0.0.1:{ffn.port} is gone: its process ended" in text
     assert "in flight on Attention rank 0: step 0, layer 1, stage 0" in text
     assert when - killed < HEARD_WITHIN_S
+    attention.expect_lost()
     assert len(attention.lost) == 1
 
 
@@ -48,6 +49,7 @@ def test_killed_attention_busy(deploy: Any) -> None:
     assert kind == "PeerLostError"
     assert "Attention rank 0 at 127.0.0.1:" in text
     assert when - killed < HEARD_WITHIN_S
+    ffn.expect_lost()
     (lost_text, _, lost_when) = ffn.lost[0]
     assert "in flight on FFN rank 0: layer 1, stage 0" in lost_text
     assert lost_when - killed < 2.0  # while it computes
