@@ -9,6 +9,7 @@ VLLM ?= 0.32.0
 PYTHON ?= python3.11
 QUICK ?=
 TOX := .venvs/tox/bin/tox
+RELEASES := 0.30.0 0.31.0 0.32.0
 LANE := py311-vllm0$(word 2,$(subst ., ,$(VLLM)))
 
 # tox looks for interpreters on PATH; pyenv keeps its own elsewhere.
@@ -18,6 +19,7 @@ export PATH := $(PATH):$(PYENV_BINS)
 .PHONY: demo test lint clean
 
 demo: $(TOX)
+	$(if $(filter $(VLLM),$(RELEASES)),,$(error VLLM=$(VLLM) has no CPU build here; use one of $(RELEASES)))
 	$(TOX) run --quiet --notest -e $(LANE)
 	.tox/$(LANE)/bin/afd-shim demo $(if $(QUICK),--quick)
 
