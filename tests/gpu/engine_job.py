@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,12 @@ def graphs(worker: Any) -> dict[str, Any]:
     }
 
 
-def generate(llm: Any, tokens: int) -> list[dict[str, Any]]:
+def generate(llm: Any, tokens: int, prompts: Sequence[str] = PROMPTS) -> list[dict[str, Any]]:
     """Complete every prompt greedily in one batch: token ids and their log-probabilities."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
-    outputs = llm.generate(list(PROMPTS), sampling, use_tqdm=False)
+    outputs = llm.generate(list(prompts), sampling, use_tqdm=False)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
@@ -113,6 +114,66 @@ def _proxy() -> Any:
     return role.current().proxy if role.active() else None
 
 
+class LoadCount:
+    """What every expert is chosen for, counted by hand where Attention owns the gate."""
+
+    def __init__(self, top_k: int) -> None:
+        import torch
+
+        proxy = _proxy()
+        exchange = proxy.exchange
+        self.loads: dict[int, Any] = {}
+
+        def counted(layer: int, hidden_states: Any, router_logits: Any) -> Any:
+            real = min(hidden_states.shape[0], proxy._real_rows)
+            # Of equal logits vLLM's kernels take the first expert, as a stable sort does.
+            chosen = router_logits[:real].float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+            load = torch.bincount(chosen.flatten(), minlength=router_logits.shape[-1])
+            self.loads[layer] = self.loads.get(layer, 0) + load
+            return exchange(layer, hidden_states, router_logits)
+
+        proxy.exchange = counted
+
+    def tell(self) -> dict[str, list[int]]:
+        """Tokens per logical expert, by layer."""
+        return {str(layer): load.tolist() for layer, load in sorted(self.loads.items())}
+
+
+def ask_ffn(job: dict[str, Any], phase: int) -> list[dict[str, Any]]:
+    """Let the FFN job say how its expert load stands; nothing is in flight meanwhile."""
+    Path(f"{job['inspect']}.{phase}.ask").touch()
+    answer = Path(f"{job['inspect']}.{phase}.told")
+    while not answer.exists():
+        time.sleep(0.05)
+    told: list[dict[str, Any]] = json.loads(answer.read_text())
+    return told
+
+
+def expert_load(worker: Any) -> dict[str, Any]:
+    """How the expert load of one FFN rank stands: counters, placement, and the window summed over its steps."""
+    balancer = getattr(worker, "worker", worker).balancer
+    model = balancer._eplb.model
+    return {
+        "counters": balancer.counters(),
+        "placement": model.physical_to_logical_map.tolist(),
+        "window": model.expert_load_window.sum(dim=0).tolist(),
+    }
+
+
+def tell_load(llm: Any, job: dict[str, Any]) -> None:
+    """Answer an `ask_ffn`, if there is one."""
+    for ask in Path(job["inspect"]).parent.glob("*.ask"):
+        answer = ask.with_suffix(".told")
+        if answer.exists():
+            continue
+        told = None
+        while told != (again := llm.collective_rpc(expert_load)):  # until every rank has ticked
+            told = again
+            time.sleep(0.2)
+        answer.with_suffix(".part").write_text(json.dumps(told))
+        answer.with_suffix(".part").rename(answer)
+
+
 def time_experts() -> dict[str, Any]:
     """Measure, on the FFN, how long the device computes per batch; filled while the loop serves."""
     import torch
@@ -160,6 +221,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         stop = Path(job["stop"])
         Path(job["ready"]).touch()
         while not stop.exists():
+            if job.get("inspect"):
+                tell_load(llm, job)
             time.sleep(0.05)
     else:
         if job.get("tokens"):
@@ -167,6 +230,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             result["outputs"] = runs[0]
             result["repeats"] = len(runs)
             result["repeats_equal"] = all(run == runs[0] for run in runs)
+        if job.get("phases"):
+            count = LoadCount(job["top_k"])
+            result["phases"] = []
+            for phase, tokens in enumerate(job["phases"]):
+                outputs = generate(llm, tokens, job.get("prompts", PROMPTS))
+                told = ask_ffn(job, phase) if job.get("inspect") else None
+                result["phases"].append({"outputs": outputs, "counted": count.tell(), "told": told})
         if job.get("batches"):
             result["speed"] = decode_speed(llm, job["batches"], job["vocabulary"])
         result["graphs"] = llm.collective_rpc(graphs)[0]

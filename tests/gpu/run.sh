@@ -13,5 +13,8 @@ if [ -n "$site" ]; then
   printf '[vllm.general_plugins]\nafd_shim = afd_shim.plugin:register\n' > "$info/entry_points.txt"
   export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 fi
+# Without it vLLM's own NCCL wrapper may find no library and turn itself off.
+nccl="$(python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2> /dev/null || true)/lib/libnccl.so.2"
+if [ -e "$nccl" ]; then export VLLM_NCCL_SO_PATH="$nccl"; fi
 export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
 exec python3 -m "$@"

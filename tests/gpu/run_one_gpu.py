@@ -19,9 +19,10 @@ from typing import Any
 from tests.gpu.deployments import Deployment, compare_outputs, run_all, run_module
 from tests.gpu.evidence import Evidence
 from tests.gpu.layers import compare, gate_name
+from tests.gpu.loss import kill_in_mid_decode
 from tests.gpu.models import LITE_CONFIG, MODELS, write_lite_config, write_model
 
-SECTIONS = ("layers", "nccl", "engines", "memory", "throughput")
+SECTIONS = ("layers", "nccl", "engines", "memory", "exchange", "loss", "throughput")
 LAYER_MODELS = tuple(MODELS)
 EAGER_MODELS = ("deepseek-v2", "qwen3-moe", "olmoe", "qwen3.5-moe", "qwen3-moe-fp8")
 GRAPH_MODELS = ("qwen3-moe", "deepseek-v2")
@@ -122,7 +123,7 @@ class Run:
         evidence.table("layers", rows)
         if any("error" in row for row in rows):
             for stage in ("native", "split"):
-                evidence.text(f"```\n{stage}:\n{_tail(self.folder / f'{stage}.log', 60)}\n```")
+                evidence.text(f"```\n{stage}:\n{tail(self.folder / f'{stage}.log', 60)}\n```")
         covered = {row["model"] for row in rows if row.get("equal")}
         return covered == set(LAYER_MODELS) and all(
             row.get("equal") and row["nontrivial"] and row["payload"] for row in rows
@@ -140,7 +141,7 @@ class Run:
             message = next(r["message"] for r in found["same_gpu"].values() if isinstance(r, dict) and "message" in r)
             evidence.text(f"Two ranks on one GPU: {message}")
             return True
-        evidence.text(f"```\n{json.dumps(found, indent=1)[:4000]}\n{_tail(self.folder / 'peers.log', 60)}\n```")
+        evidence.text(f"```\n{json.dumps(found, indent=1)[:4000]}\n{tail(self.folder / 'peers.log', 60)}\n```")
         return False
 
     def engines(self, evidence: Evidence) -> bool:
@@ -210,6 +211,24 @@ class Run:
             held = held and attention["kv_cache"] == whole["kv_cache"]
         evidence.table("memory", rows)
         return held and bool(rows)
+
+    def exchange(self, evidence: Evidence) -> bool:
+        """What the TCP connector adds to a bare transfer between two processes on this GPU."""
+        log, out = self.folder / "exchange.log", self.folder / "exchange.json"
+        status = run_module("benchmarks.gpu_exchange", "--out", str(out), "--transport", "tcp", timeout=120, log=log)
+        evidence.table("exchange", json.loads(out.read_text()) if out.exists() else [])
+        if status:
+            evidence.text(f"```\n{tail(log, 40)}\n```")
+        return status == 0
+
+    def loss(self, evidence: Evidence) -> bool:
+        """A role killed in mid-decode, TCP."""
+        path = write_model("qwen3-moe", self.checkpoints)
+        rows = kill_in_mid_decode(
+            "qwen3-moe", path, self.folder, connector="TcpAFDConnector", gpus=("0", "0"), timeout=120
+        )
+        evidence.table("loss", rows)
+        return all(row["ok"] for row in rows)
 
     def throughput(self, evidence: Evidence) -> bool:
         """Decode throughput on DeepSeek-V2-Lite's shape, both roles on this GPU, TCP between them."""
@@ -299,7 +318,8 @@ def lite_throughput(
     return rows
 
 
-def _tail(path: Path, lines: int) -> str:
+def tail(path: Path, lines: int) -> str:
+    """The end of a log, or nothing where there is none."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
 
@@ -322,6 +342,8 @@ def main() -> int:
         "nccl": ("NCCL and the connector's logic on one GPU", run.nccl),
         "engines": ("Engines through two processes and TCP", run.engines),
         "memory": ("Device memory by role", run.memory),
+        "exchange": ("The exchange over TCP against a bare transfer", run.exchange),
+        "loss": ("A role killed in mid-decode", run.loss),
         "throughput": ("Decode throughput, DeepSeek-V2-Lite's shape", run.throughput),
     }
     for section in sections:
