@@ -8,11 +8,13 @@ same way in every run. An FFN job serves until the file `stop` of its job appear
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,17 @@ def decode_speed(llm: Any, batches: list[int], vocabulary: int) -> list[dict[str
             }
         )
     return rows
+
+
+@contextlib.contextmanager
+def exclusively(lock: str | None) -> Iterator[None]:
+    """Measure alone: engines may start side by side, and take turns here."""
+    if lock is None:
+        yield
+        return
+    with Path(lock).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _proxy() -> Any:
@@ -208,38 +221,31 @@ def expert_times(spans: list[tuple[int, Any, Any]]) -> list[dict[str, float]]:
     ]
 
 
+def exchange_splitting_ops() -> list[str]:
+    """Where the Attention role's graphs are split, for an unsplit engine: what Inductor fuses is then the same."""
+    from vllm.config import CompilationConfig
+
+    from afd_shim.config.graphs import EXCHANGE_OPS
+
+    updates = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
+    return [*CompilationConfig._attention_ops, *updates, *EXCHANGE_OPS]
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, do the work, and return what the parent wants to know."""
     from vllm import LLM
 
     result: dict[str, Any] = {"name": job["name"], "role": job["role"]}
     timed = time_experts() if job.get("time_experts") else None
+    if job.get("split_at_moe"):
+        job["engine"]["compilation_config"]["splitting_ops"] = exchange_splitting_ops()
     started = time.perf_counter()
     llm = LLM(model=job["model"], **job["engine"])
     result["start_s"] = time.perf_counter() - started
     if job["role"] == "ffn":
-        stop = Path(job["stop"])
-        Path(job["ready"]).touch()
-        while not stop.exists():
-            if job.get("inspect"):
-                tell_load(llm, job)
-            time.sleep(0.05)
+        serve(llm, job)
     else:
-        if job.get("tokens"):
-            runs = [generate(llm, job["tokens"]) for _ in range(job.get("repeat", 1))]
-            result["outputs"] = runs[0]
-            result["repeats"] = len(runs)
-            result["repeats_equal"] = all(run == runs[0] for run in runs)
-        if job.get("phases"):
-            count = LoadCount(job["top_k"])
-            result["phases"] = []
-            for phase, tokens in enumerate(job["phases"]):
-                outputs = generate(llm, tokens, job.get("prompts", PROMPTS))
-                told = ask_ffn(job, phase) if job.get("inspect") else None
-                result["phases"].append({"outputs": outputs, "counted": count.tell(), "told": told})
-        if job.get("batches"):
-            result["speed"] = decode_speed(llm, job["batches"], job["vocabulary"])
-        result["graphs"] = llm.collective_rpc(graphs)[0]
+        result |= work(llm, job)
     result["memory"] = llm.collective_rpc(memory)[0]
     if job["role"] != "unsplit":
         result["stats"] = llm.collective_rpc("afd_stats")[0]
@@ -247,6 +253,37 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         result["experts"] = expert_times(timed["spans"])
     result["version"] = _version()
     llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def serve(llm: Any, job: dict[str, Any]) -> None:
+    """Let the FFN's loop serve until the parent has seen enough."""
+    Path(job["ready"]).touch()
+    while not Path(job["stop"]).exists():
+        if job.get("inspect"):
+            tell_load(llm, job)
+        time.sleep(0.05)
+
+
+def work(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Generate what the job asks for, and measure."""
+    result: dict[str, Any] = {}
+    if job.get("tokens"):
+        runs = [generate(llm, job["tokens"]) for _ in range(job.get("repeat", 1))]
+        result["outputs"] = runs[0]
+        result["repeats"] = len(runs)
+        result["repeats_equal"] = all(run == runs[0] for run in runs)
+    if job.get("phases"):
+        count = LoadCount(job["top_k"])
+        result["phases"] = []
+        for phase, tokens in enumerate(job["phases"]):
+            outputs = generate(llm, tokens, job.get("prompts", PROMPTS))
+            told = ask_ffn(job, phase) if job.get("inspect") else None
+            result["phases"].append({"outputs": outputs, "counted": count.tell(), "told": told})
+    if job.get("batches"):
+        with exclusively(job.get("lock")):
+            result["speed"] = decode_speed(llm, job["batches"], job["vocabulary"])
+    result["graphs"] = llm.collective_rpc(graphs)[0]
     return result
 
 

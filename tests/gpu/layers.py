@@ -38,7 +38,8 @@ def compare(native: Path, split: Path) -> list[dict[str, Any]]:
     """Hold the two stages' files against each other, one row per model, gate placement and layer size.
 
     Returns:
-        Rows with `equal` (every layer bit for bit), `payload` (what travelled is exactly what the gate
+        Rows with `equal` (every layer bit for bit), `smallest_peak` (the largest absolute output of the
+        layer where that is least: zero proves nothing), `payload` (what travelled is exactly what the gate
         placement needs) or `error`.
 
     """
@@ -63,7 +64,7 @@ def compare(native: Path, split: Path) -> list[dict[str, Any]]:
                     "layers": len(pairs),
                     "equal": all(torch.equal(a, b) for a, b in pairs),
                     "different_elements": different,
-                    "nontrivial": all(bool(a.float().abs().max() > 0) for a, _ in pairs),
+                    "smallest_peak": min(float(a.float().abs().max()) for a, _ in pairs),
                     "bytes_sent_per_layer": result["bytes"],
                     "payload": result["payload"],
                     "kernel": result["kernel"],
@@ -89,6 +90,7 @@ def _config(path: Path, model: str, afd: dict[str, Any] | None) -> Any:
         max_num_seqs=8,
         gpu_memory_utilization=0.2,
         attention_backend=MODELS[model].attention_backend if on_gpu else None,
+        **(MODELS[model].engine if on_gpu else {}),
         additional_config=afd or {},
     ).create_engine_config()
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from afd_shim.testing.checkpoints import write_checkpoint
 from afd_shim.testing.families import FAMILIES, SIZES, Family, Size
 from afd_shim.testing.tensors import TensorSpec
 
-__all__ = ["LITE_CONFIG", "MODELS", "Model", "write_lite_config", "write_model"]
+__all__ = ["LITE_CONFIG", "MODELS", "Model", "write_lite_config", "write_model", "write_tuned_kernels"]
 
 SIZE = "gpu"
 SIZES[SIZE] = Size(hidden=512, layers=4, heads=8, experts=16, moe_intermediate=256, dense_intermediate=512)
@@ -27,12 +27,14 @@ class Model:
         family: a key of `FAMILIES`.
         fp8: the checkpoint's linear layers and experts are quantised in blocks, as DeepSeek-V3's are.
         attention_backend: vLLM's flag; MLA models have backends of their own.
+        engine: more of vLLM's flags that this model needs on a machine without FlashInfer.
 
     """
 
     family: str
     fp8: bool = False
     attention_backend: str | None = "TRITON_ATTN"
+    engine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gate_placements(self) -> tuple[bool, ...]:
@@ -97,8 +99,8 @@ MODELS: dict[str, Model] = {
     "deepseek-v2": Model("deepseek-v2", attention_backend="TRITON_MLA"),
     "deepseek-v3": Model("deepseek-v3", attention_backend="TRITON_MLA"),
     "qwen3-moe": Model("qwen3-moe"),
-    "qwen3-next": Model("qwen3-next"),
-    "qwen3.5-moe": Model("qwen3.5-moe"),
+    "qwen3-next": Model("qwen3-next", engine={"gdn_prefill_backend": "triton"}),
+    "qwen3.5-moe": Model("qwen3.5-moe", engine={"gdn_prefill_backend": "triton"}),
     "olmoe": Model("olmoe"),
     "granitemoe": Model("granitemoe"),
     "qwen3-moe-fp8": Model("qwen3-moe", fp8=True),
@@ -160,6 +162,30 @@ def write_lite_config(root: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(LITE_CONFIG))
     return path
+
+
+def write_tuned_kernels(folder: Path) -> Path:
+    """Write what `VLLM_TUNED_CONFIG_FOLDER` should name; the folder.
+
+    vLLM's default tile for few rows of block-quantised float8 takes a kernel path (operands swapped)
+    that gives zeros with Triton 3.6, which is older than vLLM pins. A larger tile avoids it, split or not.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tile = {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_K": 128,
+        "GROUP_SIZE_M": 32,
+        "SPLIT_K": 1,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+    size = SIZES[SIZE]
+    name = (
+        f"E={size.experts},N={size.moe_intermediate},device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
+    )
+    (folder / name).write_text(json.dumps({str(rows): tile for rows in (1, 64, 2048)}))
+    return folder
 
 
 def _quantise(path: Path) -> None:
