@@ -36,8 +36,7 @@ _TOKEN = re.compile(
     rb'"(?:\\.|[^"\\\n])*"|'
     rb"'(?:\\.|[^'\\\n])*')"
     # A line's end, with the comment before it and the blank and comment lines after it.
-    rb"|(?P<newline>[ \t\r]*(?:#[^\n]*)?\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*[ \t\r\f]*)"
-    rb"|(?P<comment>[ \t]*#[^\n]*)",
+    rb"|(?P<newline>[ \t\r]*(?:#[^\n]*)?\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*[ \t\r\f]*)",
     re.DOTALL,
 )
 
@@ -305,7 +304,7 @@ def _docstrings(node: _Definition) -> Iterator[ast.Constant]:
 def _keep(match: re.Match[bytes]) -> bytes:
     if match["string"] is not None:
         return match["string"]
-    return b"\n" if match["newline"] is not None else b""
+    return b"\n"
 
 
 def _digest(text: bytes) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from afd_shim.engine import Activation, Outcome, PatchSet, Report
+from afd_shim.engine.hooks import PostImportFinder
 from afd_shim.errors import ConflictError, LateActivationError, PatchFailedError
 
 
@@ -123,10 +124,11 @@ def test_armed_set_of_an_imported_module_is_applied_at_once(
 
 
 def test_hook_leaves_the_loader_alone(activation: Activation, fakes: Any, upstream: Path) -> None:
-    """An armed module keeps its own loader, so `python -m` and resources work."""
+    """An armed module keeps its own loader, so `python -m` and resources work, and the hook is gone."""
     activation.arm(fakes.all())
     layer = importlib.import_module("upstream.layer")
 
+    assert not [finder for finder in sys.meta_path if isinstance(finder, PostImportFinder)]
     assert layer.__spec__ is not None
     loader = layer.__spec__.loader
     assert isinstance(loader, SourceFileLoader)
