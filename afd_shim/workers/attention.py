@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from afd_shim.connectors.registry import create_attention_connector
 from afd_shim.moe.proxy import RemoteFFNProxy
 from afd_shim.workers.base import RoleWorker, logger
@@ -46,7 +48,10 @@ class AttentionRole(RoleWorker):
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode:
             proxy.keep_outputs(
-                compilation.max_cudagraph_capture_size, hello.hidden_size, self.model_config.dtype, self.role.device
+                compilation.max_cudagraph_capture_size,
+                hello.hidden_size,
+                getattr(torch, hello.dtype),
+                self.role.device,
             )
         self.role.proxy = proxy
 

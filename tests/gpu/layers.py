@@ -82,6 +82,9 @@ def _config(path: Path, model: str, afd: dict[str, Any] | None) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     on_gpu = torch.cuda.is_available()
+    extra: dict[str, Any] = (
+        {"attention_backend": MODELS[model].attention_backend, **MODELS[model].engine} if on_gpu else {}
+    )
     return EngineArgs(
         model=str(path),
         enforce_eager=True,
@@ -89,9 +92,8 @@ def _config(path: Path, model: str, afd: dict[str, Any] | None) -> Any:
         max_num_batched_tokens=_MAX_TOKENS,
         max_num_seqs=8,
         gpu_memory_utilization=0.2,
-        attention_backend=MODELS[model].attention_backend if on_gpu else None,
-        **(MODELS[model].engine if on_gpu else {}),
         additional_config=afd or {},
+        **extra,
     ).create_engine_config()
 
 

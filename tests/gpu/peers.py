@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from afd_shim.config import AFDConfig
+from afd_shim.config import AFDConfig, Role
 from afd_shim.connectors.base import ExchangeHeader, Hello, Reply
 from afd_shim.connectors.device_pair import Group, GroupFactory, PairStore, nccl_group
 from afd_shim.connectors.p2p_nccl import P2pNcclAttentionConnector, P2pNcclFFNConnector
@@ -56,7 +56,7 @@ class Peers:
     def config(self) -> AFDConfig:
         """The `afd` configuration of every rank."""
         return AFDConfig(
-            role="ffn",
+            role=Role.FFN,
             connector="P2pNcclAFDConnector",
             host="127.0.0.1",
             port=self.port,

@@ -116,9 +116,9 @@ class Run:
                     )
                 )
         if "nccl" in sections:
-            arguments = (str(self.folder / "peers.json"), "world1", "same_gpu", "gloo")
+            checks = (str(self.folder / "peers.json"), "world1", "same_gpu", "gloo")
             self._nccl = self._pool.submit(
-                run_module, "tests.gpu.peers", *arguments, timeout=180, log=self.folder / "peers.log"
+                run_module, "tests.gpu.peers", *checks, timeout=180, log=self.folder / "peers.log"
             )
         if {"engines", "memory"} & set(sections):
             self._engines = self._pool.submit(
@@ -372,7 +372,12 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="afd-gpu-"))
     run = Run(options, folder)
     evidence = Evidence("one-gpu", "One GPU: what the split shows", options.out)
-    evidence.section("start", lambda _: run.start(sections) is None)
+
+    def start(_: Evidence) -> bool:
+        run.start(sections)
+        return True
+
+    evidence.section("start", start)
     titles: dict[str, tuple[str, Callable[[Evidence], bool]]] = {
         "layers": ("Split MoE blocks equal the native ones, bit for bit", run.layers),
         "nccl": ("NCCL and the connector's logic on one GPU", run.nccl),

@@ -77,11 +77,11 @@ class Run:
         )
         rows = []
         for name, result in found.items():
-            model, kind, mode = name.split(" ")[:3]
+            model, layout, mode = name.split(" ")[:3]
             if "error" in result:
                 rows.append({"run": name, "error": result["error"][-200:]})
                 evidence.text(f"```\n{name}: {result['error'][-5000:]}\n```")
-            elif kind == "split":
+            elif layout == "split":
                 for reference in ("eager", "PIECEWISE", "compiled-alike") if mode == "PIECEWISE" else ("eager",):
                     expected = found[f"{model} unsplit {reference}"]
                     if "error" not in expected:

@@ -91,7 +91,7 @@ def both(package: Path, symbol: str, kind: Any, strategy: Any, build: Any) -> tu
     activation.commit(PatchSet("s", (patch,)))
     runner = importlib.import_module("traced_upstream.layer").Runner()
     x = torch.arange(4.0)
-    compiled = torch.compile(runner.forward, backend="eager", fullgraph=True)
+    compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(runner.forward, backend="eager", fullgraph=True)
     return runner.forward(x), compiled(x)
 
 

@@ -13,7 +13,7 @@ from afd_shim.config import parse_afd_config
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.sh"))
 # Each command line of a recipe; the second one takes the role.
-RUNS = {
+RUNS: dict[str, list[tuple[str, ...]]] = {
     "deepseek-v2-lite-2a2f-single-host.sh": [()],
     "deepseek-v2-lite-2a2f-multi-host.sh": [("ffn",), ("attention", "0"), ("attention", "1")],
 }
