@@ -10,7 +10,7 @@ import threading
 
 __all__ = ["end_server"]
 
-_GRACE_S = 1.0
+_GRACE_S = 0.5
 """Time for the main thread to raise its own error to the client that is waiting."""
 
 
