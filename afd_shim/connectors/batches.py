@@ -30,6 +30,13 @@ class Rows:
             pin_memory=pinned,
         )
         self.logits: torch.Tensor | None = None
+        self._first_rows = self.hidden
+
+    def first(self, count: int) -> torch.Tensor:
+        """The first `count` rows of hidden states; all layers of a step ask for the same view."""
+        if self._first_rows.shape[0] != count:
+            self._first_rows = self.hidden[:count]
+        return self._first_rows
 
     def use_logits(self, dtype: str) -> None:
         """Make `logits` what router logits of `dtype` need; None for ""."""
@@ -66,6 +73,7 @@ class Request(Rows):
         self.hidden = flat.view(rows, width)
         self.logits_memory = memory
         self.logits = None
+        self._first_rows = self.hidden
 
     def arrived(self, rows: int, logits_dtype: str) -> None:
         """`rows` rows are complete: the router logits start right after them."""
@@ -89,7 +97,7 @@ def make_batch(step: int, members: Sequence[Member], rows: Rows) -> Batch:
         layer=first.layer,
         stage=first.stage,
         step=step,
-        hidden_states=rows.hidden[:count],
+        hidden_states=rows.first(count),
         router_logits=None if rows.logits is None else rows.logits[:count],
         real_rows=real_rows,
         dummy=dummy,

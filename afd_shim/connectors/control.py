@@ -20,7 +20,7 @@ from afd_shim.connectors.sockets import Address, format_address, tune_control
 from afd_shim.connectors.wire import Kind
 from afd_shim.errors import FrameError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vllm"
 
 IDENTIFY_WITHIN_S = 10.0
 """A connection that has not said who it is by then is closed."""

@@ -16,7 +16,7 @@ from afd_shim.connectors.topology import Topology
 from afd_shim.connectors.wire import Kind
 from afd_shim.errors import ConfigError, FrameError, RendezvousTimeoutError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vllm"
 
 
 class Hub(Membership):

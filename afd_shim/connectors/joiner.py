@@ -22,7 +22,7 @@ from afd_shim.errors import (
     TransportError,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vllm"
 
 HUB = peer_name("ffn", 0)
 _PAUSE_S = 0.5

@@ -24,7 +24,7 @@ from afd_shim.connectors.topology import Topology
 from afd_shim.connectors.wire import Agreement, Kind
 from afd_shim.errors import FrameError, PeerLostError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vllm"
 
 VERDICT_WITHIN_S = 2.0
 _DIED = "its process ended or its host no longer answers"

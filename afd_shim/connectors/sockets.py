@@ -18,7 +18,7 @@ from pathlib import Path
 
 from afd_shim.errors import RendezvousTimeoutError, TransportError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vllm"
 
 LOST_HOST_MS = 5000
 DATA_BUFFER_BYTES = 4 * 1024 * 1024

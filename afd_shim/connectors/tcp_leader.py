@@ -9,7 +9,7 @@ import torch
 
 from afd_shim.connectors.base import Batch, ExchangeHeader, ExchangeStats
 from afd_shim.connectors.batches import Request, Rows, make_batch
-from afd_shim.connectors.framing import ConnectionEndedError, recv_some, send_all
+from afd_shim.connectors.framing import ConnectionEndedError, recv_rest, recv_some, send_all
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.sequencer import Plan, Sequencer, place
 from afd_shim.connectors.staging import staging_for
@@ -49,6 +49,7 @@ class Leader:
         self._merged = Rows(agreement, device)
         self._staging = staging_for(device, agreement.max_rows * agreement.row_bytes)
         self._answer = bytearray(EXCHANGE.size)
+        self._answer_view = memoryview(self._answer)
         self._followers = [
             (name, members.data[name]) for name in (peer_name("ffn", rank) for rank in range(1, topology.num_ffn_ranks))
         ]
@@ -70,10 +71,10 @@ class Leader:
         while True:
             if len(self._links) > 1:
                 for fd, _ in self._poller.poll(timeout_ms):
-                    self._read(self._links[fd], socket.MSG_DONTWAIT)
+                    self._read(self._links[fd], wait=False)
             elif timeout_ms is None:
                 # Nothing else can arrive: waiting in the receive itself saves a system call.
-                self._read(next(iter(self._links.values())), 0)
+                self._read(next(iter(self._links.values())), wait=True)
             plan = self._sequencer.next_plan()
             if plan is not None:
                 return self._batch(plan)
@@ -81,21 +82,21 @@ class Leader:
                 return None
             timeout_ms = None
 
-    def _read(self, link: _Link, flags: int) -> None:
-        """Take what has arrived on `link`; a complete request goes to the sequencer."""
+    def _read(self, link: _Link, *, wait: bool) -> None:
+        """Take what has arrived on `link`, or wait for it; a complete request goes to the sequencer."""
         try:
-            link.got = recv_some(link.sock, link.views, link.got, flags)
+            link.got = recv_some(link.sock, link.views, link.got, 0 if wait else socket.MSG_DONTWAIT)
+            if link.header is None and link.got >= EXCHANGE.size:
+                self._begin(link)
+            if wait and link.header is not None and link.got < link.size:
+                rest = [link.views[0], link.request.payload[: link.size - EXCHANGE.size]]
+                recv_rest(link.sock, rest, link.got, link.size)
+                link.got = link.size
         except ConnectionEndedError:
             if not self._members.closing.is_set:
                 self._members.check_goodbye(link.peer)
                 self._drop(link)
             return
-        try:
-            if link.header is None and link.got >= EXCHANGE.size:
-                link.header, link.logits_dtype = self._codec.decode(link.frame, Kind.REQUEST)
-                link.size = EXCHANGE.size + self._codec.payload_bytes(link.header.rows, link.logits_dtype)
-        except FrameError as error:
-            raise FrameError(f"{link.peer} sent a bad frame: {error} Restart both servers.") from error
         if link.header is not None and link.got > link.size:
             raise FrameError(f"{link.peer} sent a second request before the first was answered; restart both servers.")
         if link.header is not None and link.got == link.size:
@@ -104,6 +105,14 @@ class Leader:
             self._sequencer.arrive(PlanEntry(link.group, link.header, link.logits_dtype))
             link.header = None
             link.got = 0
+
+    def _begin(self, link: _Link) -> None:
+        """The header of a request is complete; FrameError unless it is one that was agreed on."""
+        try:
+            link.header, link.logits_dtype = self._codec.decode(link.frame, Kind.REQUEST)
+        except FrameError as error:
+            raise FrameError(f"{link.peer} sent a bad frame: {error} Restart both servers.") from error
+        link.size = EXCHANGE.size + self._codec.payload_bytes(link.header.rows, link.logits_dtype)
 
     def _batch(self, plan: Plan) -> Batch:
         if self._followers:
@@ -132,11 +141,9 @@ class Leader:
             link = self._by_group[group]
             size = EXCHANGE.size + self._codec.encode(self._answer, Kind.REPLY, header)
             padding = header.rows - header.real_rows
-            views = [
-                memoryview(self._answer),
-                data[first_real * width : (first_real + header.real_rows) * width],
-                data[first_padding * width : (first_padding + padding) * width],
-            ]
+            views = [self._answer_view, data[first_real * width : (first_real + header.real_rows) * width]]
+            if padding:
+                views.append(data[first_padding * width : (first_padding + padding) * width])
             try:
                 send_all(link.sock, views, size)
             except ConnectionEndedError:

@@ -20,12 +20,14 @@ MAGIC: Final = b"AFDx"
 PREFIX: Final = struct.Struct("<4sBBHQ")
 """Magic, protocol version, kind, zero, body length. The same in every protocol version."""
 
-EXCHANGE: Final = struct.Struct("<4sBBHQQIHBBIIIIBB14x")
-"""The prefix, then step, layer, stage, flags, reply, rows, real_rows, hidden_size, experts, dtype,
-router logits' dtype, zeros: 64 bytes before the payload of a REQUEST or a REPLY."""
+EXCHANGE: Final = struct.Struct("<8sQ16sQIIIHB9x")
+"""The prefix's first 8 bytes and body length, the 16 bytes of the agreement (AGREED), then step, layer,
+rows, real_rows, stage, flags, zeros: 64 bytes before the payload of a REQUEST or a REPLY. A PLAN starts
+with the same, the counts of its members and of its entries in the places of rows and real_rows."""
 
-PLAN_HEAD: Final = struct.Struct("<4sBBHQQIHBBIIB23x")
-"""The prefix, then step, layer, stage, flags, reply, members, entries, logits' dtype, zeros."""
+AGREED: Final = struct.Struct("<IIBBB5x")
+"""Hidden size, router logits' width, dtype, router logits' dtype, reply: what never changes is compared
+in one piece."""
 
 PLAN_ENTRY: Final = struct.Struct("<QIIIB3x")
 """One member of a plan: its own step, group, rows, real_rows, flags."""
@@ -53,6 +55,11 @@ class Kind(enum.IntEnum):
     PAIR = 19
 
 
+_HEADS: Final = {
+    kind: PREFIX.pack(MAGIC, PROTOCOL_VERSION, kind, 0, 0)[:8] for kind in (Kind.REQUEST, Kind.REPLY, Kind.PLAN)
+}
+
+
 class DType(NamedTuple):
     """A dtype on the wire: its code, and bytes per item."""
 
@@ -62,8 +69,6 @@ class DType(NamedTuple):
 
 DTYPES: Final = {"bfloat16": DType(1, 2), "float16": DType(2, 2), "float32": DType(3, 4)}
 """The dtypes that travel, by torch's name."""
-
-_DTYPE_NAMES: Final = {0: "", **{dtype.code: name for name, dtype in DTYPES.items()}}
 
 _DUMMY: Final = 1
 _LAST_LAYER: Final = 2
@@ -151,17 +156,69 @@ def encode_control(kind: Kind, body: bytes) -> bytes:
     return PREFIX.pack(MAGIC, PROTOCOL_VERSION, kind, 0, len(body)) + body
 
 
-class ExchangeCodec:
+_HEADER_BODY: Final = EXCHANGE.size - PREFIX.size
+
+
+class _Header(NamedTuple):
+    """A data frame's 64 bytes, read but not judged."""
+
+    head: bytes
+    body_bytes: int
+    agreed: bytes
+    step: int
+    layer: int
+    rows: int
+    real_rows: int
+    stage: int
+    flags: int
+
+
+class _DataCodec:
+    """What the codecs of one connection's data frames share."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._row_bytes = agreement.row_bytes
+        self._blocks = {"": self._block("")}
+        if agreement.num_experts:
+            self._blocks |= {dtype: self._block(dtype) for dtype in DTYPES}
+        self._dtypes = {block: dtype for dtype, block in self._blocks.items()}
+
+    def _block(self, logits_dtype: str) -> bytes:
+        """The 16 bytes that stand for the agreement, in frames with router logits of this dtype."""
+        agreed = self._agreement
+        code = dtype_named(logits_dtype).code if logits_dtype else 0
+        experts = agreed.num_experts if logits_dtype else 0
+        return AGREED.pack(agreed.hidden_size, experts, dtype_named(agreed.dtype).code, code, agreed.reply)
+
+    def _logits_dtype(self, found: _Header, kind: Kind) -> str:
+        """The router logits' dtype of a frame; FrameError names the first fixed field that is not as agreed."""
+        if found.head == _HEADS[kind] and (dtype := self._dtypes.get(found.agreed)) is not None:
+            with_logits = kind is not Kind.REPLY and self._agreement.num_experts > 0
+            if with_logits == bool(dtype):
+                return dtype
+        if found.head[:5] != _HEADS[kind][:5]:
+            raise FrameError(f"not a frame of this protocol: it starts with {found.head!r}.")
+        given = AGREED.unpack(found.agreed)
+        likely = next((name for name, dtype in DTYPES.items() if dtype.code == given[3]), next(iter(DTYPES)))
+        expected = self._block(likely if kind is not Kind.REPLY and self._agreement.num_experts else "")
+        _expect("kind", found.head[5], kind)
+        for what, value, agreed in zip(
+            ("hidden size", "router logits' width", "dtype", "router logits' dtype", "reply kind"),
+            given,
+            AGREED.unpack(expected),
+            strict=True,
+        ):
+            _expect(what, value, agreed)
+        raise FrameError(f"bytes that must be zero are not: {found.head!r}, {found.agreed!r}.")
+
+
+class ExchangeCodec(_DataCodec):
     """Packs and checks the 64-byte headers of one connection's requests and replies.
 
     A request says what dtype its router logits have ("" where none travel): gates of one model may
     differ, and only applying one tells.
     """
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-        self._dtype = dtype_named(agreement.dtype).code
-        self._row_bytes = agreement.row_bytes
 
     def payload_bytes(self, rows: int, logits_dtype: str = "") -> int:
         """Bytes that follow the header of an exchange of `rows` rows."""
@@ -172,101 +229,59 @@ class ExchangeCodec:
 
     def encode(self, buffer: bytearray, kind: Kind, header: ExchangeHeader, logits_dtype: str = "") -> int:
         """Pack `header` into `buffer` (64 bytes); return the payload's bytes."""
-        payload = self.payload_bytes(header.rows, logits_dtype)
+        step, layer, stage, rows, real_rows, _, dummy, last_layer = header
+        payload = self.payload_bytes(rows, logits_dtype)
+        flags = (_DUMMY if dummy else 0) | (_LAST_LAYER if last_layer else 0)
         EXCHANGE.pack_into(
             buffer,
             0,
-            MAGIC,
-            PROTOCOL_VERSION,
-            kind,
-            0,
-            EXCHANGE.size - PREFIX.size + payload,
-            header.step,
-            header.layer,
-            header.stage,
-            (_DUMMY if header.dummy else 0) | (_LAST_LAYER if header.last_layer else 0),
-            header.reply,
-            header.rows,
-            header.real_rows,
-            self._agreement.hidden_size,
-            self._agreement.num_experts if logits_dtype else 0,
-            self._dtype,
-            dtype_named(logits_dtype).code if logits_dtype else 0,
+            _HEADS[kind],
+            _HEADER_BODY + payload,
+            self._blocks[logits_dtype],
+            step,
+            layer,
+            rows,
+            real_rows,
+            stage,
+            flags,
         )
         return payload
 
     def decode(self, buffer: bytes | bytearray | memoryview, kind: Kind) -> tuple[ExchangeHeader, str]:
         """(header, router logits' dtype); FrameError names the first field not agreed on."""
-        (
-            magic,
-            version,
-            found,
-            _,
-            body_bytes,
-            step,
-            layer,
-            stage,
-            flags,
-            reply,
-            rows,
-            real_rows,
-            hidden_size,
-            experts,
-            dtype,
-            logits_code,
-        ) = EXCHANGE.unpack_from(buffer)
+        found = _Header._make(EXCHANGE.unpack_from(buffer))
+        logits_dtype = self._logits_dtype(found, kind)
         agreed = self._agreement
-        if magic != MAGIC or version != PROTOCOL_VERSION:
-            raise FrameError(f"not a frame of this protocol: it starts with {bytes(buffer[:8])!r}.")
-        experts_agreed = agreed.num_experts if kind is Kind.REQUEST else 0
-        _expect("kind", found, kind)
-        _expect("hidden size", hidden_size, agreed.hidden_size)
-        _expect("dtype", dtype, self._dtype)
-        _expect("router logits' width", experts, experts_agreed)
-        _expect("reply kind", reply, agreed.reply)
-        logits_dtype = _logits_dtype(logits_code, experts_agreed)
-        if rows > agreed.max_rows:
-            raise FrameError(f"rows: {rows}, but at most {agreed.max_rows} were agreed.")
-        header = _header(agreed, step, layer, stage, rows, real_rows, flags)
-        length = EXCHANGE.size - PREFIX.size + self.payload_bytes(rows, logits_dtype)
-        _expect("length", body_bytes, length)
+        if found.rows > agreed.max_rows:
+            raise FrameError(f"rows: {found.rows}, but at most {agreed.max_rows} were agreed.")
+        header = ExchangeHeader(
+            found.step,
+            found.layer,
+            found.stage,
+            found.rows,
+            found.real_rows,
+            agreed.reply,
+            found.flags & _DUMMY != 0,
+            found.flags & _LAST_LAYER != 0,
+        )
+        check_header(header, agreed)
+        length = _HEADER_BODY + self.payload_bytes(found.rows, logits_dtype)
+        if found.body_bytes != length:
+            _expect("length", found.body_bytes, length)
         return header, logits_dtype
-
-
-def _header(
-    agreed: Agreement, step: int, layer: int, stage: int, rows: int, real_rows: int, flags: int
-) -> ExchangeHeader:
-    header = ExchangeHeader(
-        step,
-        layer,
-        stage,
-        rows,
-        real_rows,
-        agreed.reply,
-        bool(flags & _DUMMY),
-        bool(flags & _LAST_LAYER),
-    )
-    check_header(header, agreed)
-    return header
-
-
-def _logits_dtype(code: int, experts: int) -> str:
-    name = _DTYPE_NAMES.get(code)
-    if name is None or bool(name) != bool(experts):
-        raise FrameError(f"router logits' dtype: code {code}, with {experts} experts agreed.")
-    return name
 
 
 def check_header(header: ExchangeHeader, agreed: Agreement) -> None:
     """FrameError unless `header` describes an exchange that was agreed on."""
-    if header.layer not in agreed.moe_layers:
-        raise FrameError(f"layer: {header.layer} is none of the {len(agreed.moe_layers)} MoE layers agreed on.")
-    if header.stage >= MAX_STAGES:
-        raise FrameError(f"stage: {header.stage}, but at most {MAX_STAGES} exist.")
-    if header.real_rows > header.rows:
-        raise FrameError(f"real rows: {header.real_rows} of only {header.rows} rows.")
-    if header.dummy and header.real_rows:
-        raise FrameError(f"real rows: {header.real_rows} in a dummy forward; 0 are allowed.")
+    _, layer, stage, rows, real_rows, _, dummy, _ = header
+    if layer not in agreed.moe_layers:
+        raise FrameError(f"layer: {layer} is none of the {len(agreed.moe_layers)} MoE layers agreed on.")
+    if stage >= MAX_STAGES:
+        raise FrameError(f"stage: {stage}, but at most {MAX_STAGES} exist.")
+    if real_rows > rows:
+        raise FrameError(f"real rows: {real_rows} of only {rows} rows.")
+    if dummy and real_rows:
+        raise FrameError(f"real rows: {real_rows} in a dummy forward; 0 are allowed.")
 
 
 def _expect(what: str, found: int, agreed: int) -> None:
@@ -283,35 +298,31 @@ class PlanEntry(NamedTuple):
     """The router logits'; "" where none travel."""
 
 
-class PlanCodec:
+class PlanCodec(_DataCodec):
     """Packs and checks FFN rank 0's plans; all of one connection have the same length."""
 
     def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-        self.size = PLAN_HEAD.size + agreement.num_groups * PLAN_ENTRY.size
+        super().__init__(agreement)
+        self.size = EXCHANGE.size + agreement.num_groups * PLAN_ENTRY.size
 
     def encode(self, step: int, entries: Sequence[PlanEntry]) -> bytearray:
         """A PLAN frame for the batch of `entries`: not empty, alike in layer, stage and dtype."""
         frame = bytearray(self.size)
         first = entries[0].header
-        PLAN_HEAD.pack_into(
+        EXCHANGE.pack_into(
             frame,
             0,
-            MAGIC,
-            PROTOCOL_VERSION,
-            Kind.PLAN,
-            0,
+            _HEADS[Kind.PLAN],
             self.size - PREFIX.size,
+            self._blocks[entries[0].logits_dtype],
             step,
             first.layer,
-            first.stage,
-            0,
-            first.reply,
             len(entries),
             self._agreement.num_groups,
-            dtype_named(entries[0].logits_dtype).code if entries[0].logits_dtype else 0,
+            first.stage,
+            0,
         )
-        offset = PLAN_HEAD.size
+        offset = EXCHANGE.size
         for group, header, _ in entries:
             flags = (_DUMMY if header.dummy else 0) | (_LAST_LAYER if header.last_layer else 0)
             PLAN_ENTRY.pack_into(frame, offset, header.step, group, header.rows, header.real_rows, flags)
@@ -320,41 +331,31 @@ class PlanCodec:
 
     def decode(self, frame: bytes | bytearray | memoryview) -> tuple[int, list[PlanEntry]]:
         """(step, members) of a PLAN frame; FrameError names the first field that is wrong."""
-        (
-            magic,
-            version,
-            kind,
-            _,
-            body_bytes,
-            step,
-            layer,
-            stage,
-            _,
-            reply,
-            count,
-            entries,
-            code,
-        ) = PLAN_HEAD.unpack_from(frame)
-        agreed = self._agreement
-        if magic != MAGIC or version != PROTOCOL_VERSION:
-            raise FrameError(f"not a frame of this protocol: it starts with {bytes(frame[:8])!r}.")
-        _expect("kind", kind, Kind.PLAN)
-        _expect("length", body_bytes, self.size - PREFIX.size)
-        _expect("entries", entries, agreed.num_groups)
-        _expect("reply kind", reply, agreed.reply)
+        found = _Header._make(EXCHANGE.unpack_from(frame))
+        logits_dtype = self._logits_dtype(found, Kind.PLAN)
+        agreed, count = self._agreement, found.rows
+        _expect("length", found.body_bytes, self.size - PREFIX.size)
+        _expect("entries", found.real_rows, agreed.num_groups)
         if not 1 <= count <= agreed.num_groups:
             raise FrameError(f"members: {count} of {agreed.num_groups} Attention groups.")
-        logits_dtype = _logits_dtype(code, agreed.num_experts)
         members = []
-        offset = PLAN_HEAD.size
-        for _ in range(count):
-            own_step, group, rows, real_rows, flags = PLAN_ENTRY.unpack_from(frame, offset)
-            offset += PLAN_ENTRY.size
-            header = _header(agreed, own_step, layer, stage, rows, real_rows, flags)
+        for index in range(count):
+            step, group, rows, real_rows, flags = PLAN_ENTRY.unpack_from(frame, EXCHANGE.size + index * PLAN_ENTRY.size)
+            header = ExchangeHeader(
+                step,
+                found.layer,
+                found.stage,
+                rows,
+                real_rows,
+                agreed.reply,
+                flags & _DUMMY != 0,
+                flags & _LAST_LAYER != 0,
+            )
+            check_header(header, agreed)
             members.append(PlanEntry(group, header, logits_dtype))
         groups = {member.group for member in members}
         if len(groups) != count or max(groups) >= agreed.num_groups:
             raise FrameError(f"members: groups {[m.group for m in members]} are not distinct ones.")
         if sum(member.header.rows for member in members) > agreed.max_rows:
             raise FrameError(f"rows: more than the {agreed.max_rows} agreed in one batch.")
-        return step, members
+        return found.step, members

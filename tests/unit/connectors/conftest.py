@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -123,6 +124,17 @@ def meeting() -> Iterator[Meeting]:
     meeting.close()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("afd-control")]
     assert left == []
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged, also where an imported vLLM keeps its loggers from the root."""
+    logger = logging.getLogger("vllm.afd_shim")
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level("INFO", logger.name)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

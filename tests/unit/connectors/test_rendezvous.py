@@ -139,10 +139,9 @@ def test_attention_names_an_ffn_that_never_came(hello: MakeHello, meeting: Meeti
 
 
 def test_waiting_is_said(
-    hello: MakeHello, meeting: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hello: MakeHello, meeting: Meeting, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     """While it waits, each side says for whom."""
-    caplog.set_level("INFO")
     for module in ("membership", "sockets"):
         monkeypatch.setattr(f"afd_shim.connectors.{module}.LOG_EVERY_S", 0.2)
     counts = {"num_attention_ranks": 2}
@@ -150,8 +149,8 @@ def test_waiting_is_said(
     meeting.connect(hub)
     meeting.connect(meeting.joiner(hello("attention", 0, **counts), hub.address))
 
-    wait_until(lambda: "FFN rank 0: waiting for Attention rank 1; giving up in" in caplog.text)
-    wait_until(lambda: "Attention rank 0: waiting for Attention rank 1; giving up in" in caplog.text)
+    wait_until(lambda: "FFN rank 0: waiting for Attention rank 1; giving up in" in log.text)
+    wait_until(lambda: "Attention rank 0: waiting for Attention rank 1; giving up in" in log.text)
 
 
 def test_port_in_use_is_an_error_at_once(hello: MakeHello, meeting: Meeting) -> None:
@@ -249,7 +248,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_is_refused_and_the_listener_lives_on(
-    hello: MakeHello, meeting: Meeting, caplog: pytest.LogCaptureFixture, what: str
+    hello: MakeHello, meeting: Meeting, log: pytest.LogCaptureFixture, what: str
 ) -> None:
     """Foreign bytes end their own connection, with a line in the log, before and after the rendezvous."""
     hub = meeting.hub(hello("ffn"))
@@ -267,12 +266,12 @@ def test_garbage_is_refused_and_the_listener_lives_on(
         while stranger.recv(4096):
             pass
         stranger.close()
-    assert caplog.text.count("refused the connection from 127.0.0.1") == 2
+    assert log.text.count("refused the connection from 127.0.0.1") == 2
     assert meeting.lost == {"ffn 0": [], "attention 0": []}
 
 
 def test_silent_connections_hold_nobody_up(
-    hello: MakeHello, meeting: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hello: MakeHello, meeting: Meeting, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     """Half-open connections neither delay the others nor stay for ever."""
     monkeypatch.setattr(control, "IDENTIFY_WITHIN_S", 0.5)
@@ -288,7 +287,7 @@ def test_silent_connections_hold_nobody_up(
         while sock.recv(4096):
             pass
         sock.close()
-    assert caplog.text.count("did not say who it is") == 20
+    assert log.text.count("did not say who it is") == 20
 
 
 def test_attention_that_dials_a_foreign_server_is_told(hello: MakeHello, meeting: Meeting) -> None:

@@ -44,7 +44,7 @@ def test_header_is_64_bytes_and_starts_with_the_magic(agreement: Agreement) -> N
     """The layout that docs/wire-protocol.md shows."""
     frame = request(agreement)
 
-    assert (len(frame), wire.PREFIX.size, wire.PLAN_HEAD.size, wire.PLAN_ENTRY.size) == (64, 16, 64, 24)
+    assert (len(frame), wire.PREFIX.size, wire.AGREED.size, wire.PLAN_ENTRY.size) == (64, 16, 16, 24)
     assert bytes(frame[:4]) == b"AFDx"
     assert struct.unpack_from("<Q", frame, 8)[0] == 48 + 5 * 16 * 2 + 5 * 8 * 4
 
@@ -84,12 +84,14 @@ def test_dummy_has_no_real_rows(agreement: Agreement) -> None:
         (5, "B", 18, "kind: 18"),
         (8, "Q", 10**12, "length: 1000000000000"),
         (8, "Q", 47, "length: 47"),
-        (31, "B", 1, "reply kind: 1, but 0 was agreed"),
-        (40, "I", 4096, "hidden size: 4096, but 16 was agreed"),
-        (44, "I", 0, "router logits' width: 0, but 8 was agreed"),
-        (48, "B", 3, "dtype: 3, but 1 was agreed"),
-        (49, "B", 0, "router logits' dtype: code 0"),
-        (49, "B", 77, "router logits' dtype: code 77"),
+        (26, "B", 1, "reply kind: 1, but 0 was agreed"),
+        (16, "I", 4096, "hidden size: 4096, but 16 was agreed"),
+        (20, "I", 0, "router logits' width: 0, but 8 was agreed"),
+        (24, "B", 3, "dtype: 3, but 1 was agreed"),
+        (25, "B", 0, "router logits' dtype: 0"),
+        (6, "H", 1, "bytes that must be zero are not"),
+        (30, "B", 1, "bytes that must be zero are not"),
+        (25, "B", 77, "router logits' dtype: 77"),
     ],
 )
 def test_altered_frame_is_refused(agreement: Agreement, offset: int, layout: str, value: object, message: str) -> None:
