@@ -154,6 +154,18 @@ def handed_to_runner(split: Split, layer: int, rows: torch.Tensor) -> tuple[torc
     return arguments["hidden_states"], arguments["router_logits"]
 
 
+def describe(split: Split, layer: int, rows: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Tell how two outputs differ, and which of the two sides gives the same again."""
+    native = split.native.run(split.native.blocks()[layer], rows.clone())
+    remote = split.attention.run(split.attention.blocks()[layer], rows.clone())
+    return (
+        f"layer {layer}: {int((actual != expected).sum())} of {actual.numel()} elements differ, at most by "
+        f"{float((actual.float() - expected.float()).abs().max())}; NaN: split {int(actual.isnan().sum())}, native "
+        f"{int(expected.isnan().sum())}; run again: split {'equal' if torch.equal(remote, actual) else 'differs'}, "
+        f"native {'equal' if torch.equal(native, expected) else 'differs'}"
+    )
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_every_block_equals_the_native_one_bit_for_bit(split: Split, tokens: int) -> None:
     """Same rows, same bits, in every MoE layer of the model."""
@@ -166,7 +178,7 @@ def test_every_block_equals_the_native_one_bit_for_bit(split: Split, tokens: int
         actual = split.attention.run(blocks[layer], rows.clone())
 
         assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected), f"layer {layer}: {(actual != expected).sum()} elements differ"
+        assert torch.equal(actual, expected), describe(split, layer, rows, actual, expected)
         assert expected.abs().max() > 0
 
 
