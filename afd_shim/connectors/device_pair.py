@@ -26,7 +26,7 @@ from afd_shim.errors import ConfigError, FrameError, HandshakeError, RendezvousT
 
 __all__ = ["DevicePair", "GroupFactory", "PairStore", "nccl_group"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vllm"
 
 _FOREVER: Final = dt.timedelta(days=365)
 """TCP hears a dead peer at once; an idle deployment is no error, so NCCL's own clock never ends one."""

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import get_model_loader, weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import utils as model_utils
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from afd_shim.errors import UnsupportedModelError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointPlan", "plan_checkpoint"]
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.afd_shim")  # vLLM shows its own loggers alone
 
 # Element types as safetensors spells them in a file's header.
 _DTYPES = {
@@ -130,6 +131,8 @@ def plan_checkpoint(vllm_config: VllmConfig, context: RoleContext) -> Checkpoint
         raise UnsupportedModelError(
             f"cannot follow how {model_name} loads its checkpoint ({type(error).__name__}: {error}); serve it unsplit."
         ) from error
+    finally:
+        _forget_missing_layers()  # the skeleton's address goes to another model next
     ffn = ffn_storages(require_layers(layers, model_name))
     if not trace.sizes:
         raise UnsupportedModelError(
@@ -171,12 +174,24 @@ def _meta_model(config: VllmConfig) -> Iterator[None]:
     ropes = rotary_embedding._ROPE_DICT  # noqa: SLF001 - process-wide cache: meta modules must not stay in it
     saved = dict(ropes)
     ropes.clear()
+    _forget_missing_layers()
     try:
         with set_default_torch_dtype(cast("torch.dtype", config.model_config.dtype)), torch.device("meta"):
             yield
     finally:
         ropes.clear()
         ropes.update(saved)
+
+
+def _forget_missing_layers() -> None:
+    """Empty vLLM's memo of what is missing in which model: it knows models by `id()`, which freed ones leave behind.
+
+    A pruned model that is gone would lend its missing layers to the next one at its address, whose
+    `load_weights` then leaves their names out without a word. What it still needs it computes again.
+
+    Upstream: `get_pp_missing_layer_names` (`vllm/model_executor/models/utils.py`, 0.30.0-0.33.0).
+    """
+    model_utils._model_to_pp_missing_layer_names.clear()  # noqa: SLF001 - it has no other way to be emptied
 
 
 class _Trace:

@@ -31,6 +31,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import utils as model_utils
 from vllm.model_executor.models.utils import extract_layer_index
 
 from afd_shim import activation, role
@@ -112,6 +113,8 @@ def patched_vllm() -> Iterator[None]:
         yield
     finally:
         gc.collect()
+        # vLLM remembers by `id()` what pruned models lacked: native ones may take their addresses.
+        model_utils._model_to_pp_missing_layer_names.clear()  # noqa: SLF001 - as afd_shim.moe.checkpoint does
         activation.deactivate()
         activation.arm()
 

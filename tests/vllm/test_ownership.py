@@ -16,6 +16,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import utils as model_utils
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
 
@@ -324,6 +325,40 @@ def test_a_renamed_checkpoint_is_attributed_through_the_models_own_mapper(
     load(write_variant(tmp_path, RenamedMoe, specs), role_name)
 
     assert set(read) == owned_by(specs, role_name)
+
+
+class LeftBehind(dict[int, list[str]]):
+    """vLLM's memo of missing layers as it is once freed models' addresses are taken again: it knows every model."""
+
+    stale = True
+
+    def __contains__(self, model: object) -> bool:
+        return self.stale or super().__contains__(model)
+
+    def __missing__(self, _model: int) -> list[str]:
+        return ["model.", "layers."]
+
+    def clear(self) -> None:
+        """Know nothing any more."""
+        self.stale = False
+        super().clear()
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_what_another_model_lacked_is_not_missing_in_this_one(
+    role_name: Role,
+    checkpoint: MakeCheckpoint,
+    load: LoadRole,
+    read: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM remembers by `id()` what a model lacks; a stale entry once left parameters as they were allocated."""
+    monkeypatch.setattr(model_utils, "_model_to_pp_missing_layer_names", LeftBehind())
+    made = checkpoint("deepseek-v3")
+
+    load(made.path, role_name)
+
+    assert set(read) == made.owned_names(role_name)
 
 
 @pytest.mark.parametrize("role_name", ROLES)
