@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import time
 from collections.abc import Sequence
+from typing import Final
+
+POLL_S: Final = 200e-6
+"""How long a wait keeps asking before it sleeps, in seconds. Being woken costs more than all else an
+exchange does; an idle server still sleeps, and `sched_yield` leaves the core to whoever computes."""
 
 
 class ConnectionEndedError(ConnectionError):
@@ -36,13 +44,39 @@ def recv_some(sock: socket.socket, views: Sequence[memoryview | bytearray], got:
     return got + count
 
 
+def recv_first(sock: socket.socket, views: Sequence[memoryview | bytearray]) -> int:
+    """Wait for a frame to begin: how many bytes of `views` are filled then. Raises ConnectionEndedError."""
+    got = _poll(sock, views, 0, 1)
+    return got or recv_some(sock, views, 0)
+
+
 def recv_rest(sock: socket.socket, views: Sequence[memoryview | bytearray], got: int, size: int) -> None:
     """Receive until `size` bytes of `views` are filled, of which `got` are.
 
     Raises ConnectionEndedError.
     """
+    got = _poll(sock, views, got, size)
     while got < size:
         got = recv_some(sock, views, got, socket.MSG_WAITALL)
+
+
+def _poll(sock: socket.socket, views: Sequence[memoryview | bytearray], got: int, size: int) -> int:
+    """Receive without sleeping, for POLL_S at most, until `size` bytes of `views` are filled; how many are then."""
+    deadline = time.perf_counter() + POLL_S
+    while got < size and time.perf_counter() < deadline:
+        before = got
+        got = recv_some(sock, views, got, socket.MSG_DONTWAIT)
+        if got == before:
+            os.sched_yield()
+    return got
+
+
+def ready(poller: select.poll, *, wait: bool) -> list[tuple[int, int]]:
+    """The (file descriptor, event) pairs that are ready; with `wait` at least one, asked for before it sleeps."""
+    deadline = time.perf_counter() + POLL_S if wait else 0.0
+    while not (found := poller.poll(0)) and time.perf_counter() < deadline:
+        os.sched_yield()
+    return found if found or not wait else poller.poll(None)
 
 
 def _after(views: Sequence[memoryview | bytearray], done: int) -> list[memoryview]:

@@ -10,7 +10,7 @@ import torch
 
 from afd_shim.connectors.base import Batch, ExchangeStats, Member
 from afd_shim.connectors.batches import Rows, make_batch
-from afd_shim.connectors.framing import ConnectionEndedError, send_all
+from afd_shim.connectors.framing import ConnectionEndedError, ready, send_all
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.pairs import Pairs
 from afd_shim.connectors.sequencer import Plan, Sequencer, place
@@ -76,16 +76,16 @@ class P2pLeader:
 
     def next_batch(self) -> Batch | None:
         """Announce and receive a batch; None when closing, or when every Attention rank said goodbye."""
-        timeout_ms: int | None = 0  # first take what has arrived, so that requests are merged
+        wait = False  # first take what has arrived, so that requests are merged
         while True:
-            for fd, _ in self._poller.poll(timeout_ms):
+            for fd, _ in ready(self._poller, wait=wait):
                 self._read(self._links[fd])
             plan = self._sequencer.next_plan()
             if plan is not None:
                 return self._batch(plan)
             if not self._links or self._members.closing.is_set:
                 return None
-            timeout_ms = None
+            wait = True
 
     def answer(self, batch: Batch, output: torch.Tensor) -> None:
         """Send every member its rows, and let its next request in. Raises PeerLostError."""

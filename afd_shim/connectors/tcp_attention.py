@@ -16,7 +16,7 @@ from afd_shim.connectors.base import (
     Hello,
     PeerLostCallback,
 )
-from afd_shim.connectors.framing import ConnectionEndedError, recv_rest, recv_some, send_all
+from afd_shim.connectors.framing import ConnectionEndedError, recv_first, recv_rest, send_all
 from afd_shim.connectors.joiner import HUB, Joiner
 from afd_shim.connectors.membership import peer_name
 from afd_shim.connectors.staging import InPlace, Staging, staging_for
@@ -136,7 +136,7 @@ class TcpAttentionConnector(AttentionConnector):
         size = EXCHANGE.size + self._codec.encode(self._expected, Kind.REPLY, header)
         views = [self._answer_view, self._staging.incoming(out)]
         try:
-            got = recv_some(sock, views, 0)
+            got = recv_first(sock, views)
             if got < EXCHANGE.size:
                 recv_rest(sock, views[:1], got, EXCHANGE.size)
                 got = EXCHANGE.size

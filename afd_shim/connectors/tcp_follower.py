@@ -6,7 +6,7 @@ import torch
 
 from afd_shim.connectors.base import Batch, ExchangeStats, Member
 from afd_shim.connectors.batches import Rows, make_batch
-from afd_shim.connectors.framing import ConnectionEndedError, recv_rest
+from afd_shim.connectors.framing import ConnectionEndedError, recv_first, recv_rest
 from afd_shim.connectors.joiner import HUB
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.sequencer import place
@@ -42,7 +42,8 @@ class Follower:
     def next_batch(self) -> Batch | None:
         """Wait for the next plan and its rows; None when closing, or when rank 0 said goodbye."""
         try:
-            recv_rest(self._members.data[HUB], [self._plan], 0, self._plans.size)
+            hub, plan = self._members.data[HUB], [memoryview(self._plan)]
+            recv_rest(hub, plan, recv_first(hub, plan), self._plans.size)
         except ConnectionEndedError:
             if not self._members.closing.is_set:
                 self._members.check_goodbye(HUB)

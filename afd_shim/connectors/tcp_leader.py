@@ -9,7 +9,7 @@ import torch
 
 from afd_shim.connectors.base import Batch, ExchangeHeader, ExchangeStats
 from afd_shim.connectors.batches import Request, Rows, make_batch
-from afd_shim.connectors.framing import ConnectionEndedError, recv_rest, recv_some, send_all
+from afd_shim.connectors.framing import ConnectionEndedError, ready, recv_first, recv_rest, recv_some, send_all
 from afd_shim.connectors.membership import Membership, peer_name
 from afd_shim.connectors.sequencer import Plan, Sequencer, place
 from afd_shim.connectors.staging import staging_for
@@ -67,12 +67,12 @@ class Leader:
 
     def next_batch(self) -> Batch | None:
         """Wait for a batch; None when closing, or when every Attention rank said goodbye."""
-        timeout_ms: int | None = 0  # first take what has arrived, so that requests are merged
+        wait = False  # first take what has arrived, so that requests are merged
         while True:
             if len(self._links) > 1:
-                for fd, _ in self._poller.poll(timeout_ms):
+                for fd, _ in ready(self._poller, wait=wait):
                     self._read(self._links[fd], wait=False)
-            elif timeout_ms is None:
+            elif wait:
                 # Nothing else can arrive: waiting in the receive itself saves a system call.
                 self._read(next(iter(self._links.values())), wait=True)
             plan = self._sequencer.next_plan()
@@ -80,12 +80,15 @@ class Leader:
                 return self._batch(plan)
             if not self._links or self._members.closing.is_set:
                 return None
-            timeout_ms = None
+            wait = True
 
     def _read(self, link: _Link, *, wait: bool) -> None:
         """Take what has arrived on `link`, or wait for it; a complete request goes to the sequencer."""
         try:
-            link.got = recv_some(link.sock, link.views, link.got, 0 if wait else socket.MSG_DONTWAIT)
+            if wait and link.got == 0:
+                link.got = recv_first(link.sock, link.views)
+            else:
+                link.got = recv_some(link.sock, link.views, link.got, 0 if wait else socket.MSG_DONTWAIT)
             if link.header is None and link.got >= EXCHANGE.size:
                 self._begin(link)
             if wait and link.header is not None and link.got < link.size:

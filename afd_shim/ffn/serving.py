@@ -106,7 +106,7 @@ class ServingLoop:
         rows = self._hello.max_num_tokens
         dtype = getattr(torch, self._hello.dtype)
         hidden = torch.zeros(rows, self._hello.hidden_size, dtype=dtype, device=self._device)
-        with inference_mode():
+        with inference_mode(), self._forward_context():
             if self._balancer is not None:
                 self._balancer.prepare_warm_up()
             for layer in self._layers.values():
@@ -139,7 +139,7 @@ class ServingLoop:
         connector.connect()
         if not self._stopping.is_set():
             logger.info("AFD: serving %d MoE layers", len(self._layers))
-        with inference_mode():
+        with inference_mode(), self._forward_context():
             while (batch := connector.recv_attn_output()) is not None:
                 connector.send_ffn_output(batch, self._compute(batch))
                 if self._balancer is not None:
@@ -181,12 +181,15 @@ class ServingLoop:
             `[rows, hidden]`, finished: scaled, shared experts added, reduced.
 
         """
-        with set_forward_context(None, self._vllm_config, num_tokens=hidden_states.shape[0]):
-            output: torch.Tensor = layer.runner(
-                hidden_states=hidden_states,
-                router_logits=hidden_states if router_logits is None else router_logits,
-            )
+        output: torch.Tensor = layer.runner(
+            hidden_states=hidden_states,
+            router_logits=hidden_states if router_logits is None else router_logits,
+        )
         return output
+
+    def _forward_context(self) -> AbstractContextManager[object]:
+        """vLLM's forward context, once for all batches: without data parallelism it knows nothing of their size."""
+        return set_forward_context(None, self._vllm_config, num_tokens=self._hello.max_num_tokens)
 
     def _close(self, reason: str | None = None) -> None:
         connector, self._connector = self._connector, None

@@ -19,8 +19,9 @@ class AFDRemoteMoERunner(MoERunner):
     """Gate on FFN: sends the hidden states and receives the layer's finished output.
 
     Upstream: `vllm/model_executor/layers/fused_moe/runner/moe_runner.py`, `MoERunner`
-    (0.30.0-0.33.0). `forward` stays vLLM's after two checks; with `_forward_impl` replaced and no
-    shared experts, transforms or scale of its own, what it returns is the FFN's reply, untouched.
+    (0.30.0-0.33.0). Under compilation `forward` stays vLLM's after two checks; with `_forward_impl`
+    replaced and no shared experts, transforms or scale of its own, what it returns is the FFN's reply,
+    untouched. Eager forwards take that reply without the operator around it, which Dynamo alone needs.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature differs between releases
@@ -60,7 +61,9 @@ class AFDRemoteMoERunner(MoERunner):
                 f"{self.layer_name}: shared_experts_input given by the model is not transported; "
                 "serve this model unsplit."
             )
-        return super().forward(hidden_states, router_logits)
+        if torch.compiler.is_compiling():
+            return super().forward(hidden_states, router_logits)
+        return self._forward_impl(hidden_states, router_logits, None)
 
     def _forward_impl(
         self,

@@ -42,7 +42,11 @@ def wait_until_busy(deployment: Split) -> None:
     ],
 )
 def test_the_survivor_of_a_killed_role_names_it_and_ends(
-    victim: str, busy: bool, checkpoint_of: Callable[..., Checkpoint], log_dir: Path
+    victim: str,
+    busy: bool,
+    checkpoint_of: Callable[..., Checkpoint],
+    log_dir: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """SIGKILL: the client in flight gets an error, the survivor's log names the peer, and it ends."""
     with start_split(checkpoint_of("deepseek-v2"), log_dir) as deployment, ThreadPoolExecutor(1) as client:
@@ -55,7 +59,7 @@ def test_the_survivor_of_a_killed_role_names_it_and_ends(
             wait_until_busy(deployment)
 
         killed.kill()
-        survivor.wait_exit(timeout=TEARDOWN_S)
+        record_property("seconds until the server had ended", survivor.wait_exit(timeout=TEARDOWN_S))
 
         if busy:
             with pytest.raises(ServerError):
