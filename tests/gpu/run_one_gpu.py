@@ -23,7 +23,7 @@ from tests.gpu.layers import compare, gate_name
 from tests.gpu.loss import kill_in_mid_decode
 from tests.gpu.models import LITE_CONFIG, MODELS, write_lite_config, write_model, write_tuned_kernels
 
-SECTIONS = ("layers", "nccl", "engines", "memory", "exchange", "loss", "throughput")
+SECTIONS = ("layers", "nccl", "record", "engines", "memory", "exchange", "loss", "throughput")
 LAYER_MODELS = ",".join(MODELS)
 EAGER_MODELS = "deepseek-v2,qwen3-moe,olmoe,qwen3.5-moe,qwen3-moe-fp8"
 GRAPH_MODELS = "qwen3-moe,deepseek-v2"
@@ -239,11 +239,19 @@ class Run:
         evidence.table("memory", rows)
         return held and bool(rows)
 
+    def record(self, evidence: Evidence) -> bool:
+        """The kernel of vLLM that records expert load, against counting by hand."""
+        return self._script(evidence, "record", "tests.gpu.record_kernel")
+
     def exchange(self, evidence: Evidence) -> bool:
         """What the TCP connector adds to a bare transfer between two processes on this GPU."""
-        log, out = self.folder / "exchange.log", self.folder / "exchange.json"
-        status = run_module("benchmarks.gpu_exchange", "--out", str(out), "--transport", "tcp", timeout=120, log=log)
-        evidence.table("exchange", json.loads(out.read_text()) if out.exists() else [])
+        return self._script(evidence, "exchange", "benchmarks.gpu_exchange", "--transport", "tcp")
+
+    def _script(self, evidence: Evidence, name: str, module: str, *arguments: str) -> bool:
+        """Run a module that writes its rows as JSON to `--out`, and exits with 0 if they hold."""
+        log, out = self.folder / f"{name}.log", self.folder / f"{name}.json"
+        status = run_module(module, "--out", str(out), *arguments, timeout=120, log=log)
+        evidence.table(name, json.loads(out.read_text()) if out.exists() else [])
         if status:
             evidence.text(f"```\n{tail(log, 40)}\n```")
         return status == 0
@@ -381,6 +389,7 @@ def main() -> int:
     titles: dict[str, tuple[str, Callable[[Evidence], bool]]] = {
         "layers": ("Split MoE blocks equal the native ones, bit for bit", run.layers),
         "nccl": ("NCCL and the connector's logic on one GPU", run.nccl),
+        "record": ("Recorded expert load equals counting by hand", run.record),
         "engines": ("Engines through two processes and TCP", run.engines),
         "memory": ("Device memory by role", run.memory),
         "exchange": ("The exchange over TCP against a bare transfer", run.exchange),
