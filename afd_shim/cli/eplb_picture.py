@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def _balance(axes: Axes, records: Sequence[Rearrangement]) -> None:
         for layer in layers:
             axes.plot(steps, series[layer], color=colour, alpha=0.3, linewidth=1, marker=".", markersize=4)
         means = [
-            _mean([value for layer in layers if (value := series[layer][at]) is not None]) for at in range(len(steps))
+            _mean([value for layer in layers if not math.isnan(value := series[layer][at])]) for at in range(len(steps))
         ]
         axes.plot(steps, means, color=colour, linewidth=2, marker="o", label=f"{label} (mean of layers; thin: each)")
     axes.set_ylim(0, 1.05)
@@ -91,12 +92,12 @@ def _balance(axes: Axes, records: Sequence[Rearrangement]) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _layer_balance(records: Sequence[Rearrangement], layer: int, load: Load) -> list[float | None]:
-    """A layer's balancedness at each record; None where it did not change."""
-    values: list[float | None] = []
+def _layer_balance(records: Sequence[Rearrangement], layer: int, load: Load) -> list[float]:
+    """A layer's balancedness at each record; NaN, which is not drawn, where it did not change."""
+    values: list[float] = []
     for record in records:
         found = next((placement for placement in record.layers if placement.layer == layer), None)
-        values.append(None if found is None else balancedness(load_per_rank(load(found), record.num_ranks)))
+        values.append(math.nan if found is None else balancedness(load_per_rank(load(found), record.num_ranks)))
     return values
 
 
