@@ -108,7 +108,11 @@ def format_placement(record: Rearrangement) -> Iterator[str]:
 
 
 def read_rearrangements(log: Path) -> list[Rearrangement]:
-    """Read every record out of a server's log, in order."""
+    """Read every record out of a server's log, in order.
+
+    Several processes write to one log, and a line may be cut by another's or by the end of a killed server:
+    such a record is left out. `Rearrangement.number` shows the gap.
+    """
     with log.open(encoding="utf-8", errors="replace") as lines:
         return list(_records(lines))
 
@@ -117,6 +121,9 @@ def _records(lines: Iterable[str]) -> Iterator[Rearrangement]:
     for line in lines:
         _, mark, text = line.partition(LOG_MARK)
         if mark:
-            raw = json.loads(text)
+            try:
+                raw = json.loads(text)
+            except json.JSONDecodeError:
+                continue
             raw["layers"] = [LayerPlacement(**layer) for layer in raw["layers"]]
             yield Rearrangement(**raw)

@@ -22,6 +22,7 @@ class Split:
 
     attention: Server
     ffn: Server
+    ffn_config: dict[str, dict[str, object]]  # the FFN's `--additional-config`
 
     def __enter__(self) -> Split:
         return self
@@ -93,29 +94,41 @@ def start_split(
     log_dir: Path,
     *,
     compute_gate_on_attention: bool = False,
+    num_ffn_ranks: int = 1,
     eager: bool = True,
     extra_args: Sequence[str] = (),
+    ffn_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Split:
-    """Start both roles at once, each on a core of its own."""
-    port = free_port()
+    """Start both roles at once, each on a core of its own; several FFN ranks are one server's expert parallel ones.
 
-    def start(role: str, core: int) -> Server:
+    The FFN's ranks share the FFN's core: vLLM's processes wait for each other with `sched_yield`, and where one such
+    wait shares its core with a rank that spins in an all-reduce, Linux leaves it unscheduled for seconds.
+    """
+    port = free_port()
+    several = num_ffn_ranks > 1
+    parallel = ("--tensor-parallel-size", str(num_ffn_ranks), "--enable-expert-parallel") if several else ()
+
+    def config(role: str) -> dict[str, dict[str, object]]:
+        return afd_config(role, port, compute_gate_on_attention=compute_gate_on_attention, num_ffn_ranks=num_ffn_ranks)
+
+    def start(role: str, core: int, *args: str, **bound: str) -> Server:
         return start_server(
             role,
             checkpoint.path,
             log_dir=log_dir,
-            additional_config=afd_config(role, port, compute_gate_on_attention=compute_gate_on_attention),
+            additional_config=config(role),
             core=core_of_rank(core),
             eager=eager,
             dtype=checkpoint.dtype,
-            extra_args=("--worker-extension-cls", INSPECTION, *extra_args),
-            env=env,
+            extra_args=("--worker-extension-cls", INSPECTION, *extra_args, *args),
+            env=bound | dict(env or {}),
         )
 
-    ffn = start("ffn", 1)
+    shared = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([str(core_of_rank(1))] * num_ffn_ranks)}
+    ffn = start("ffn", 1, *parallel, *ffn_args, **(shared if several else {}))
     try:
-        return Split(attention=start("attention", 0), ffn=ffn)
+        return Split(attention=start("attention", 0), ffn=ffn, ffn_config=config("ffn"))
     except BaseException:
         ffn.stop()
         raise

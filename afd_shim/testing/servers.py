@@ -30,6 +30,7 @@ __all__ = [
     "Server",
     "ServerError",
     "core_of_rank",
+    "cores_of_ranks",
     "free_port",
     "launch",
     "start_server",
@@ -220,6 +221,11 @@ def core_of_rank(index: int) -> int:
     """The core for the `index`-th process of a deployment: their own ones, as far as there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[index % len(cores)]
+
+
+def cores_of_ranks(count: int) -> dict[str, str]:
+    """The environment that binds a server's `count` ranks to cores of their own."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core_of_rank(rank)) for rank in range(count))}
 
 
 def start_server(

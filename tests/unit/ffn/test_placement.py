@@ -58,3 +58,12 @@ def test_records_are_found_among_a_server_s_other_lines(tmp_path: Path) -> None:
     )
 
     assert read_rearrangements(log) == [RECORD, second]
+
+
+def test_a_record_that_another_process_s_line_has_cut_costs_no_other(tmp_path: Path) -> None:
+    """The ranks of a server share its log; a report of the other rearrangements is still due."""
+    log = tmp_path / "ffn.log"
+    line = RECORD.log_line()
+    log.write_text(f"{line[:60]}(Worker pid=8) INFO 12-01 00:00:00 something else\n{line[60:]}\n{line}\n{line[:90]}")
+
+    assert read_rearrangements(log) == [RECORD]

@@ -20,6 +20,7 @@ from afd_shim.connectors import (
     create_ffn_connector,
 )
 from afd_shim.errors import PeerLostError
+from afd_shim.ffn.cpu_reference import count_physical_experts
 
 CPU = torch.device("cpu")
 
@@ -79,6 +80,7 @@ class Served:
     ends_step: bool
     groups: tuple[int, ...]
     checksum: str
+    load: tuple[int, ...]  # what an FFN rank 0 that balances experts records
 
 
 def moe(layer: int, hidden: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
@@ -87,6 +89,19 @@ def moe(layer: int, hidden: torch.Tensor, logits: torch.Tensor | None) -> torch.
     if logits is not None:
         output = output + logits.sum(dim=1, keepdim=True).to(hidden.dtype)
     return output
+
+
+def choose_experts(logits: torch.Tensor) -> torch.Tensor:
+    """The two experts of each row, without ties: [rows, 2]."""
+    return (logits.float() * logits.shape[1] + torch.arange(logits.shape[1])).topk(2, dim=-1).indices
+
+
+def record_load(batch: Batch, num_experts: int) -> tuple[int, ...]:
+    """What vLLM's router records of a batch: the experts of as many rows as it is told are real ones."""
+    load = torch.zeros(num_experts, dtype=torch.int32)
+    if batch.router_logits is not None:
+        count_physical_experts(choose_experts(batch.router_logits), batch.real_rows, load)
+    return tuple(load.tolist())
 
 
 def make_rows(
@@ -102,7 +117,7 @@ def make_rows(
     return hidden, logits
 
 
-def serve(connector: Any, delay_s: float) -> list[Served]:
+def serve(connector: Any, num_experts: int, delay_s: float) -> list[Served]:
     """Serve until everyone has said goodbye; what was served, in order."""
     served: list[Served] = []
     while True:
@@ -127,16 +142,18 @@ def serve(connector: Any, delay_s: float) -> list[Served]:
                 batch.ends_step,
                 tuple(member.group for member in batch.members),
                 hashlib.sha256(content).hexdigest(),
+                record_load(batch, num_experts),
             )
         )
         time.sleep(delay_s)
         connector.send_ffn_output(batch, moe(batch.layer, hidden, batch.router_logits))
 
 
-def attend(connector: Any, hello: Hello, logits_dtype: torch.dtype, work: Work) -> dict[str, int]:
+def attend(connector: Any, hello: Hello, logits_dtype: torch.dtype, work: Work) -> dict[str, Any]:
     """Run the forwards of `work`; every answer is compared with what the rows give unmerged."""
     generator = torch.Generator().manual_seed(work.seed)
-    counts = {"exchanges": 0, "rows": 0, "real_rows": 0, "steps": 0}
+    counts: dict[str, Any] = {"exchanges": 0, "rows": 0, "real_rows": 0, "steps": 0}
+    counts["load"] = [0] * hello.num_experts
     for step in range(work.steps):
         rows = int(torch.randint(0, work.max_rows + 1, (1,), generator=generator))
         rows = (work.max_rows, 0, rows)[min(step, 2)]
@@ -149,6 +166,9 @@ def attend(connector: Any, hello: Hello, logits_dtype: torch.dtype, work: Work) 
             hidden, logits = make_rows(generator, hello, header, logits_dtype)
             expected = moe(layer, hidden, logits) if work.tp_rank == 0 else torch.zeros_like(hidden)
             connector.send_attn_output(header, hidden, logits)
+            if logits is not None:
+                for expert in choose_experts(logits[:real_rows]).flatten().tolist():
+                    counts["load"][expert] += 1
             hidden.fill_(7)  # the connector is done with it: a late read would show
             out = connector.recv_ffn_output(header, torch.full_like(hidden, -99))
             assert torch.equal(out, expected), f"{hello.rank}: {header}"
@@ -186,7 +206,7 @@ def main(pipe: Connection, hello: Hello, port: int, logits_dtype: str) -> None:
         while True:
             order, *arguments = pipe.recv()
             if order == "serve":
-                say("result", serve(connector, *arguments))
+                say("result", serve(connector, hello.num_experts, *arguments))
             elif order == "attend":
                 say("result", attend(connector, hello, getattr(torch, logits_dtype), *arguments))
             elif order == "close":
