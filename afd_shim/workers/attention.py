@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from afd_shim.connectors.registry import create_attention_connector
 from afd_shim.moe.proxy import RemoteFFNProxy
 from afd_shim.workers.base import RoleWorker, logger
 from afd_shim.workers.exit import end_server
+from afd_shim.workers.outputs import CheckedOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,8 +80,9 @@ class AttentionRole(RoleWorker):
 
     def _unless_lost(self, result: Any) -> Any:  # noqa: ANN401 - passed on
         assert self.role.proxy is not None  # load_model has connected
-        self.role.proxy.connector.raise_if_lost()
-        return result
+        connector = self.role.proxy.connector
+        connector.raise_if_lost()
+        return CheckedOutput(result, connector) if isinstance(result, AsyncModelRunnerOutput) else result
 
     def afd_stats(self) -> dict[str, Any]:
         """What this rank has exchanged, read and holds; see `docs/` for the keys."""
