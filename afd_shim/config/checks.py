@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from afd_shim.config.eplb import check_ffn_eplb
 from afd_shim.config.models import check_architectures
 from afd_shim.config.schema import AFDConfig
-from afd_shim.connectors.registry import CONNECTORS, supported_device_types
+from afd_shim.connectors.registry import CONNECTORS, parse_extra_config, supported_device_types
+from afd_shim.connectors.topology import check_rank
 from afd_shim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def check_vllm_config(afd: AFDConfig, config: VllmConfig, device_type: str) -> N
 
     """
     check_connector(afd.connector, device_type)
+    extra = parse_extra_config(afd.connector, afd.connector_extra_config)
+    if afd.is_attention:
+        check_rank("attention", extra.first_attention_rank, afd.num_attention_ranks)
     for check in CHECKS:
         check(afd, config)
 
@@ -83,19 +87,12 @@ def _worker(_: AFDConfig, config: VllmConfig) -> None:
 
 def _ranks(afd: AFDConfig, config: VllmConfig) -> None:
     parallel = config.parallel_config
-    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if afd.is_attention:
         if parallel.tensor_parallel_size > 1 or parallel.data_parallel_size > 1:
             raise ConfigError(
                 f"the Attention server asks for tensor parallel {parallel.tensor_parallel_size} x data parallel "
                 f"{parallel.data_parallel_size}; more than one Attention rank in one server is not supported yet. "
                 "Use --tensor-parallel-size 1 --data-parallel-size 1.",
-                key="num_attention_ranks",
-            )
-        if ranks > afd.num_attention_ranks:
-            raise ConfigError(
-                f"'afd.num_attention_ranks' is {afd.num_attention_ranks}, and this server has {ranks} ranks; "
-                "make it the number of Attention ranks of all servers together.",
                 key="num_attention_ranks",
             )
         return
@@ -105,10 +102,10 @@ def _ranks(afd: AFDConfig, config: VllmConfig) -> None:
             "tensor-parallel group. Use --tensor-parallel-size with --enable-expert-parallel instead.",
             key="data_parallel_size",
         )
-    if ranks != afd.num_ffn_ranks:
+    if parallel.tensor_parallel_size != afd.num_ffn_ranks:
         raise ConfigError(
-            f"'afd.num_ffn_ranks' is {afd.num_ffn_ranks}, and this server has {ranks} ranks "
-            f"(tensor parallel size); make the two equal.",
+            f"'afd.num_ffn_ranks' is {afd.num_ffn_ranks}, and this server has {parallel.tensor_parallel_size} ranks "
+            "(tensor parallel size); make the two equal.",
             key="num_ffn_ranks",
         )
 

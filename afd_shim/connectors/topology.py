@@ -68,24 +68,3 @@ def check_rank(role: str, rank: int, ranks: int) -> None:
             f"ranks of all servers together.",
             key=key,
         )
-
-
-def check_ffn_layout(*, num_ffn_ranks: int, tensor_parallel_size: int, data_parallel_size: int) -> None:
-    """ConfigError unless the FFN server's ranks form one tensor and expert parallel group.
-
-    With data parallel replicas each rank would compute other rows, and summing them over the
-    expert parallel group would mix unrelated tokens.
-    """
-    if data_parallel_size != 1:
-        raise ConfigError(
-            f"afd.role: an FFN server with --data-parallel-size {data_parallel_size} would sum "
-            f"different rows; use --tensor-parallel-size {num_ffn_ranks} with "
-            f"--enable-expert-parallel instead.",
-            key="role",
-        )
-    if tensor_parallel_size != num_ffn_ranks:
-        raise ConfigError(
-            f"afd.num_ffn_ranks: {num_ffn_ranks}, but the FFN server runs "
-            f"--tensor-parallel-size {tensor_parallel_size}; make them equal.",
-            key="num_ffn_ranks",
-        )

@@ -195,6 +195,19 @@ def test_an_attention_server_has_one_rank(flag: str) -> None:
     assert "--" + flag.replace("_", "-") + " 1" in str(error)
 
 
+def test_the_connectors_own_options_are_checked_before_anything_loads() -> None:
+    """An unknown key is refused with the known ones, and a first rank has to be one of those that there are."""
+    unknown = refusal(vllm_config(), connector_extra_config={"first_rank": 1})
+    beyond = refusal(vllm_config(), num_attention_ranks=2, connector_extra_config={"first_attention_rank": 2})
+
+    assert unknown.key == "connector_extra_config"
+    assert "first_attention_rank" in str(unknown)
+    assert beyond.key == "num_attention_ranks"
+    check_vllm_config(
+        afd_config(num_attention_ranks=2, connector_extra_config={"first_attention_rank": 1}), vllm_config(), "cpu"
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ffn_ranks_must_be_the_servers_tensor_parallel_size(ranks: int) -> None:
     """Two ranks here, another number in the configuration."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from afd_shim.connectors.topology import Topology, check_ffn_layout, check_rank
+from afd_shim.connectors.topology import Topology, check_rank
 from afd_shim.errors import ConfigError
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (1, 4, 1), (2, 1, 2), (4, 3, 2), (8, 2, 4), (6, 5, 3)]
@@ -55,19 +55,6 @@ def test_impossible_counts_name_their_key(counts: tuple[int, int, int], key: str
         Topology(*counts)
 
     assert caught.value.key == key
-
-
-def test_ffn_replicas_would_sum_different_rows() -> None:
-    """FFN data parallelism is refused, with the flags to use instead."""
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 with --enable-expert-parallel"):
-        check_ffn_layout(num_ffn_ranks=2, tensor_parallel_size=1, data_parallel_size=2)
-
-
-def test_ffn_ranks_are_its_tensor_parallel_ranks() -> None:
-    """A count that does not fit the server is refused; one that fits is not."""
-    check_ffn_layout(num_ffn_ranks=2, tensor_parallel_size=2, data_parallel_size=1)
-    with pytest.raises(ConfigError, match="num_ffn_ranks: 3, but the FFN server runs --tensor-parallel-size 2"):
-        check_ffn_layout(num_ffn_ranks=3, tensor_parallel_size=2, data_parallel_size=1)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
