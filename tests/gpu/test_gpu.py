@@ -30,7 +30,7 @@ def run(module: str, sections: str, out: Path) -> None:
 
 @one_gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sections", ["layers", "nccl", "engines,memory", "exchange", "loss"])
+@pytest.mark.parametrize("sections", ["layers", "nccl,record", "engines,memory", "exchange", "loss"])
 def test_one_gpu(sections: str, tmp_path: Path) -> None:
     """Split layers and engines equal native ones, NCCL refuses a shared GPU, losses are named."""
     run("run_one_gpu", sections, tmp_path)
