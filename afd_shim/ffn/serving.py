@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, cast
 
 import torch
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context, set_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -58,7 +58,7 @@ class ServingLoop:
     ) -> None:
         self.max_batch_rows = 0
         self.steps = 0
-        self._vllm_config = vllm_config
+        self._context = _forward_context(vllm_config, hello.max_num_tokens)
         self._afd = afd
         self._hello = hello
         self._layers = {layer.index: layer for layer in layers}
@@ -106,7 +106,7 @@ class ServingLoop:
         rows = self._hello.max_num_tokens
         dtype = getattr(torch, self._hello.dtype)
         hidden = torch.zeros(rows, self._hello.hidden_size, dtype=dtype, device=self._device)
-        with inference_mode(), self._forward_context():
+        with inference_mode():
             if self._balancer is not None:
                 self._balancer.prepare_warm_up()
             for layer in self._layers.values():
@@ -139,7 +139,7 @@ class ServingLoop:
         connector.connect()
         if not self._stopping.is_set():
             logger.info("AFD: serving %d MoE layers", len(self._layers))
-        with inference_mode(), self._forward_context():
+        with inference_mode():
             while (batch := connector.recv_attn_output()) is not None:
                 connector.send_ffn_output(batch, self._compute(batch))
                 if self._balancer is not None:
@@ -181,21 +181,30 @@ class ServingLoop:
             `[rows, hidden]`, finished: scaled, shared experts added, reduced.
 
         """
-        output: torch.Tensor = layer.runner(
-            hidden_states=hidden_states,
-            router_logits=hidden_states if router_logits is None else router_logits,
-        )
+        with override_forward_context(self._context):
+            output: torch.Tensor = layer.runner(
+                hidden_states=hidden_states,
+                router_logits=hidden_states if router_logits is None else router_logits,
+            )
         return output
-
-    def _forward_context(self) -> AbstractContextManager[object]:
-        """vLLM's forward context, once for all batches: without data parallelism it knows nothing of their size."""
-        return set_forward_context(None, self._vllm_config, num_tokens=self._hello.max_num_tokens)
 
     def _close(self, reason: str | None = None) -> None:
         connector, self._connector = self._connector, None
         if connector is not None:
             connector.close(reason)
             self._served = _sum(self._served, connector.stats)
+
+
+def _forward_context(config: VllmConfig, num_tokens: int) -> ForwardContext:
+    """vLLM's forward context, one for all batches: without data parallelism it knows nothing of their size.
+
+    It is put in force for each layer alone: the context is vLLM's for the whole process, where an Attention role may
+    run its own model.
+    """
+    with set_forward_context(None, config, num_tokens=num_tokens):
+        context = get_forward_context()
+    context.all_moe_layers = None  # layers run in the order they are asked for, not in the model's
+    return context
 
 
 def inference_mode() -> AbstractContextManager[object]:
