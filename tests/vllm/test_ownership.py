@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models import utils as model_utils
@@ -101,8 +102,21 @@ def live_parameters() -> list[nn.Parameter]:
     return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.device.type != "meta"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def countable_weights() -> Iterator[None]:
+    """Where its CPU kernels want packed weights (oneDNN, AMX), vLLM empties the Parameters of linear layers."""
+    stock = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def keep_weight(layer: nn.Module, **_: object) -> None:
+        stock(layer, remove_weight=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", keep_weight)
+        yield
+
+
 @pytest.fixture(scope="module")
-def native_bytes(world: None, checkpoint: MakeCheckpoint) -> Iterator[dict[str, int]]:
+def native_bytes(countable_weights: None, world: None, checkpoint: MakeCheckpoint) -> Iterator[dict[str, int]]:
     """Bytes of the Parameters that an unsplit model lives with, by family."""
     held = {}
     for family in sorted(FAMILIES):
