@@ -80,7 +80,7 @@ def arm() -> None:
         try:
             process.activation.require(first_set)
         except EngineError as error:
-            if any('"afd"' in argument for argument in sys.argv):
+            if any('"afd"' in argument or "additional-config.afd" in argument for argument in sys.argv):
                 raise
             _logger.warning("afd-shim cannot see the configuration, so AFD cannot be served here: %s", error)
 

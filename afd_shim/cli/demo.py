@@ -42,6 +42,7 @@ def demo(
     exchange, each role read no more than it owns, and zeroing an expert on the FFN changes the output.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from afd_shim.compat import installed_release
     from afd_shim.testing.servers import ServerError
@@ -55,13 +56,13 @@ def demo(
     try:
         runs = _run(QUICK_FAMILIES if quick else FAMILIES, directory, console)
     except ServerError as error:
-        console.print(f"[red]{error}[/red]", markup=True, highlight=False)
+        console.print(f"[red]{escape(str(error))}[/red]", markup=True, highlight=False)
         console.print(f"The servers' logs are in {directory / 'logs'}.")
         raise typer.Exit(1) from error
     console.print(_table(runs))
     failures = [f"{run.checkpoint.family.name}, gate {run.gate}: {what}" for run in runs for what in run.failures()]
     for failure in failures:
-        console.print(f"[red]FAILED[/red] {failure}", highlight=False)
+        console.print(f"[red]FAILED[/red] {escape(failure)}", highlight=False)
     if failures:
         console.print(f"The servers' logs are in {directory / 'logs'}.")
         raise typer.Exit(1)

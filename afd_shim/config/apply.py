@@ -29,13 +29,16 @@ class RoleConfig(dict[str, Any]):
     """
 
     afd: AFDConfig
+    digest: str
+    """Of the patch sets that the process which read the configuration selected."""
 
     @classmethod
-    def of(cls, additional_config: dict[str, Any], afd: AFDConfig) -> RoleConfig:
+    def of(cls, additional_config: dict[str, Any], afd: AFDConfig, digest: str) -> RoleConfig:
         """The given additional configuration, with `afd` reduced to what may be hashed."""
         # `{**...}` keeps what a second call finds there as it is: doing this twice changes nothing.
         config = cls({**additional_config, AFD_KEY: afd.hashed()})
         config.afd = afd
+        config.digest = digest
         return config
 
 
@@ -74,7 +77,7 @@ def apply_role(config: VllmConfig) -> None:
             config.cache_config.enable_prefix_caching = False
         activation.commit("ffn_frontend")
     assert isinstance(config.additional_config, dict)  # parse_afd_config found a key in it
-    config.additional_config = RoleConfig.of(config.additional_config, afd)
+    config.additional_config = RoleConfig.of(config.additional_config, afd, activation.digest())
     logger.info(
         "AFD: this server takes the %s role (%s at %s:%d, %d Attention and %d FFN ranks, gate on %s)",
         afd.role.value,

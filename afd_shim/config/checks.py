@@ -85,6 +85,16 @@ def _worker(_: AFDConfig, config: VllmConfig) -> None:
         )
 
 
+def _executor(_: AFDConfig, config: VllmConfig) -> None:
+    executor = config.parallel_config.distributed_executor_backend
+    if executor not in (None, "mp", "uni"):
+        raise ConfigError(
+            f"--distributed-executor-backend {executor} is not supported with AFD, whose workers end their server when "
+            "a peer is lost; use 'mp', or leave it out.",
+            key="distributed_executor_backend",
+        )
+
+
 def _ranks(afd: AFDConfig, config: VllmConfig) -> None:
     parallel = config.parallel_config
     if afd.is_attention:
@@ -225,6 +235,7 @@ def _kernels(_: AFDConfig, config: VllmConfig) -> None:
 CHECKS: tuple[Check, ...] = (
     _model,
     _worker,
+    _executor,
     _ranks,
     _parallelism,
     _eplb,

@@ -11,7 +11,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -62,12 +62,14 @@ class ExchangeHeader(NamedTuple):
     """This is the last exchange of its step: the FFN's EPLB state steps after it."""
 
 
+RoleName = Literal["attention", "ffn"]
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rank says of itself before the first tensor; the FFN compares it with its own."""
 
     protocol: int = PROTOCOL_VERSION
-    role: str
-    """"attention" or "ffn"."""
+    role: RoleName
 
     rank: int
     """The rank within the role, from 0."""

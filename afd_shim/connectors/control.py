@@ -25,6 +25,9 @@ logger = logging.getLogger("vllm.afd_shim")  # vLLM configures what is below "vl
 IDENTIFY_WITHIN_S = 10.0
 """A connection that has not said who it is by then is closed."""
 
+_LONGEST_REASON = 4000
+"""Characters of a refusal, which repeats what a stranger sent; each takes up to six bytes of a frame's 64 Ki."""
+
 
 class Channel:
     """A control connection, or one that has yet to say what it is."""
@@ -52,21 +55,18 @@ class Channel:
     def read(self) -> tuple[list[tuple[Kind, bytes]], bool]:
         """(complete frames that have arrived, whether the connection has ended).
 
-        Never more than one frame's bound is held. Raises FrameError.
+        Takes one piece of what has arrived, so that no peer holds the thread or its memory; poll comes back
+        for the rest. Raises FrameError.
         """
-        frames: list[tuple[Kind, bytes]] = []
-        while True:
-            try:
-                data = self.sock.recv(wire.MAX_CONTROL_BODY)
-            except BlockingIOError:
-                return frames, False
-            except OSError as error:
-                logger.debug("%s: %s", self, error)
-                return frames, True
-            if not data:
-                return frames, True
-            self._inbox += data
-            frames += self._take_frames()
+        try:
+            data = self.sock.recv(wire.MAX_CONTROL_BODY)
+        except BlockingIOError:
+            return [], False
+        except OSError as error:
+            logger.debug("%s: %s", self, error)
+            return [], True
+        self._inbox += data
+        return self._take_frames(), not data
 
     def _take_frames(self) -> list[tuple[Kind, bytes]]:
         frames = []
@@ -217,10 +217,10 @@ class ControlThread(threading.Thread):
 
     def refuse(self, channel: Channel, reason: str) -> None:
         """Tell `channel` why, close it, log it; from the control thread."""
-        logger.warning("refused the connection from %s: %s", channel, reason)
+        logger.warning("refused the connection from %s: %s", channel, reason[:_LONGEST_REASON])
         self.release(channel)
         try:
-            channel.send(handshake.Refusal(reason), Kind.REFUSAL)
+            channel.send(handshake.Refusal(reason[:_LONGEST_REASON]), Kind.REFUSAL)
         except OSError as error:
             logger.debug("%s did not hear why: %s", channel, error)
         channel.sock.close()

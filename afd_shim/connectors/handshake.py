@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from afd_shim.connectors.base import Hello
+from afd_shim.connectors.base import Hello, RoleName
 from afd_shim.connectors.wire import Agreement
 from afd_shim.errors import FrameError
 
@@ -56,7 +56,7 @@ class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ATTACH: this is the data connection of that rank."""
 
     session: str
-    role: str
+    role: RoleName
     rank: int
 
 

@@ -50,6 +50,7 @@ class RoleWorker(Base):
                 key="worker_cls",
             )
         activation.commit(self.patch_set)
+        self.selected = vllm_config.additional_config.digest
         self.role = role.RoleContext(
             config=vllm_config.additional_config.afd,
             device=torch.device(vllm_config.device_config.device_type),
@@ -74,9 +75,10 @@ class RoleWorker(Base):
 
         with set_current_vllm_config(self.vllm_config):
             self.role.plan = plan_checkpoint(self.vllm_config, self.role)
+        activation.require(self.patch_set, selected=self.selected)  # before weights load
         with tensor_by_tensor():
             super().load_model(*args, **kwargs)
-        activation.require(self.patch_set)
+        activation.require(self.patch_set)  # and what has been in force meanwhile
         self.moe_layers: list[MoELayer] = require_layers(self.role.layers, self.model_config.model)
         self._check_layers()
         if self.role.plan.selective:

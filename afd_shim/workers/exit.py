@@ -19,8 +19,9 @@ def end_server(error: BaseException, logger: logging.Logger) -> None:
 
     vLLM's multiprocess executor sees a worker process end; its single-process executor runs the
     worker inside EngineCore and listens to no failure callback, but the API server sees EngineCore
-    end. Ending the process therefore ends the server under both, and fails what is in flight. In a
-    caller's own process (the in-process engine) nothing is ended: the next exchange raises.
+    end; other executors are refused. Ending the process therefore ends the server under both, and
+    fails what is in flight. In a caller's own process (the in-process engine) nothing is ended: the
+    next exchange raises.
 
     Called from a thread that is not the main one.
     """

@@ -45,6 +45,8 @@ class FFNRole(RoleWorker):
         if self.parallel_config.enable_eplb:
             eplb = Eplb(self.parallel_config, self.model_config, self.role.device, installed_release())
             eplb.prepare_load()
+        for name in sets:
+            activation.require(name)
         super().load_model(*args, **kwargs)
         for name in sets:
             activation.require(name)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
+import psutil  # comes with vLLM
 import pytest
 
 from afd_shim.testing.checkpoints import Checkpoint
@@ -16,10 +17,12 @@ from afd_shim.testing.servers import ServerError
 
 pytestmark = pytest.mark.timeout(600)
 
-TEARDOWN_S = 30.0
-"""The worker ends within 5 s; vLLM's own teardown of its other processes takes longer on loaded cores."""
-
 DEADLINE_S = 5.0
+"""Within which the survivor's worker has ended and the client has its error."""
+
+TEARDOWN_S = 30.0
+"""vLLM's own teardown of its other processes takes longer on loaded cores."""
+
 newest = pytest.mark.newest_release
 
 
@@ -58,7 +61,11 @@ def test_the_survivor_of_a_killed_role_names_it_and_ends(
             request = client.submit(deployment.attention.complete, "Tell me", max_tokens=480)
             wait_until_busy(deployment)
 
+        workers = [p for p in psutil.Process(survivor.process.pid).children(recursive=True) if "Worker" in p.name()]
+        assert workers
+
         killed.kill()
+        assert not psutil.wait_procs(workers, timeout=DEADLINE_S)[1]
         record_property("seconds until the server had ended", survivor.wait_exit(timeout=TEARDOWN_S))
 
         if busy:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from afd_shim.config import AFDConfig, Role
-from afd_shim.connectors.base import ExchangeHeader, Hello, Reply
+from afd_shim.connectors.base import ExchangeHeader, Hello, Reply, RoleName
 from afd_shim.connectors.device_pair import Group, GroupFactory, PairStore, nccl_group
 from afd_shim.connectors.p2p_nccl import P2pNcclAttentionConnector, P2pNcclFFNConnector
 from afd_shim.errors import PeerLostError
@@ -65,7 +65,7 @@ class Peers:
             startup_timeout_s=60.0,
         )
 
-    def hello(self, role: str, rank: int) -> Hello:
+    def hello(self, role: RoleName, rank: int) -> Hello:
         """What a rank says of itself."""
         return Hello(
             role=role,

@@ -29,6 +29,7 @@ def vllm_config(**changes: Any) -> Any:
         device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
             worker_cls=CPU_WORKER,
+            distributed_executor_backend="mp",
             tensor_parallel_size=1,
             data_parallel_size=1,
             pipeline_parallel_size=1,
@@ -89,6 +90,7 @@ def test_a_plain_configuration_is_accepted(role: str, device_type: str) -> None:
 # What is changed in vLLM's configuration, the key the error carries, and what it tells to do.
 BOTH_ROLES: list[tuple[str, object, str, str]] = [
     ("parallel_config.worker_cls", "mine.Worker", "worker_cls", "leave --worker-cls out"),
+    ("parallel_config.distributed_executor_backend", "ray", "distributed_executor_backend", "use 'mp'"),
     ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size", "--pipeline-parallel-size"),
     (
         "parallel_config.prefill_context_parallel_size",

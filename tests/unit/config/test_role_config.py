@@ -32,7 +32,7 @@ def afd() -> AFDConfig:
 
 def test_addresses_are_not_in_the_dictionary(afd: AFDConfig) -> None:
     """vLLM hashes the dictionary into its compile-cache key: another port must not compile again."""
-    dumped = json.dumps(RoleConfig.of({"mine": 1, AFD_KEY: RAW}, afd))
+    dumped = json.dumps(RoleConfig.of({"mine": 1, AFD_KEY: RAW}, afd, "0123"))
 
     assert "203.0.113.7" not in dumped
     assert "6239" not in dumped
@@ -44,7 +44,7 @@ def test_the_given_dictionary_is_left_alone(afd: AFDConfig) -> None:
     """It is the caller's, who may start another engine with it."""
     given: dict[str, object] = {AFD_KEY: dict(RAW)}
 
-    RoleConfig.of(given, afd)
+    RoleConfig.of(given, afd, "0123")
 
     assert given == {AFD_KEY: RAW}
 
@@ -60,11 +60,11 @@ def test_the_whole_configuration_reaches_every_process(
     afd: AFDConfig, carry: Callable[[RoleConfig], RoleConfig]
 ) -> None:
     """EngineCore and the workers get a copy, by pickle, with addresses."""
-    config = RoleConfig.of({AFD_KEY: RAW}, afd)
+    config = RoleConfig.of({AFD_KEY: RAW}, afd, "0123")
 
     again = carry(config)
 
     assert type(again) is RoleConfig
     assert again == config
-    assert again.afd == afd
+    assert (again.afd, again.digest) == (afd, "0123")
     assert (again.afd.host, again.afd.port) == ("203.0.113.7", 6239)

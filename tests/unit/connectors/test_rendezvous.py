@@ -242,6 +242,8 @@ GARBAGE = {
     "data frame": wire.PREFIX.pack(wire.MAGIC, 1, Kind.REQUEST, 0, 48) + bytes(48),
     "not json": wire.encode_control(Kind.HELLO, b"\x80\x04pickle"),
     "unasked goodbye": wire.encode_control(Kind.GOODBYE, b"{}"),
+    "foreign role": wire.encode_control(Kind.HELLO, b'{"hello": {"role": "other", "rank": 0}, "data_port": 1}'),
+    "endless role": wire.encode_control(Kind.HELLO, b'{"hello": {"role": "%s"}}' % (b"x" * 20_000)),
     "forged session": wire.encode_control(Kind.ATTACH, handshake.encode(handshake.Attach("0" * 32, "attention", 0))),
 }
 
@@ -268,6 +270,21 @@ def test_garbage_is_refused_and_the_listener_lives_on(
         stranger.close()
     assert log.text.count("refused the connection from 127.0.0.1") == 2
     assert meeting.lost == {"ffn 0": [], "attention 0": []}
+
+
+def test_a_sender_without_end_gets_one_piece_of_attention_at_a_time() -> None:
+    """Whoever sends faster than frames are read neither fills memory nor keeps the control thread from others."""
+    sent = 10_000
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
+        sock, _ = listener.accept()
+        channel = control.Channel(sock, None)
+        sender.sendall(wire.encode_control(Kind.WELCOME, b"") * sent)
+        pieces: list[int] = []
+        while sum(pieces) < sent:
+            pieces.append(len(channel.read()[0]))
+        sock.close()
+
+    assert max(pieces) <= wire.MAX_CONTROL_BODY // wire.PREFIX.size + 1
 
 
 def test_silent_connections_hold_nobody_up(

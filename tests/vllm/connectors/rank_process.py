@@ -19,6 +19,7 @@ from afd_shim.connectors import (
     create_attention_connector,
     create_ffn_connector,
 )
+from afd_shim.connectors.base import RoleName
 from afd_shim.errors import PeerLostError
 from afd_shim.ffn.cpu_reference import count_physical_experts
 
@@ -38,7 +39,7 @@ class Config:
     startup_timeout_s: float = 120.0
 
 
-def make_hello(role: str, rank: int = 0, **fields: Any) -> Hello:
+def make_hello(role: RoleName, rank: int = 0, **fields: Any) -> Hello:
     """Build a rank's Hello; keywords are its fields."""
     defaults: dict[str, Any] = {
         "release": "0.32.0",

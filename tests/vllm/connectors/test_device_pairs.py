@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroupGloo
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput
 
 from afd_shim.connectors import ExchangeHeader, Hello, Reply, device_pair
+from afd_shim.connectors.base import RoleName
 from afd_shim.connectors.device_pair import DevicePair, Identity, PairStore
 from afd_shim.connectors.framing import ConnectionEndedError
 from afd_shim.connectors.p2p_nccl import P2pNcclAttentionConnector, P2pNcclFFNConnector
@@ -58,7 +59,7 @@ class Layout:
             startup_timeout_s=TIMEOUT_S,
         )
 
-    def hello(self, role: str, rank: int) -> Hello:
+    def hello(self, role: RoleName, rank: int) -> Hello:
         """A rank's Hello."""
         return Hello(
             role=role,
