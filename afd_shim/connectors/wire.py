@@ -2,7 +2,8 @@
 
 A frame is a 16-byte prefix and a body of the length that the prefix announces. Control frames carry
 JSON, read into msgspec structs. Data frames carry 48 more header bytes and then the payload; every
-field is checked against the `Agreement` of the handshake before a byte of payload is read.
+field is checked against the `Agreement` of the handshake before a byte of payload is read. Unknown
+flags and the zeros at the end are ignored: both sides have agreed on the protocol's version.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class AttentionRole(RoleWorker):
         return CheckedOutput(result, connector) if isinstance(result, AsyncModelRunnerOutput) else result
 
     def afd_stats(self) -> dict[str, Any]:
-        """What this rank has exchanged, read and holds; see `docs/` for the keys."""
+        """What this rank has exchanged, read and holds; see `RoleWorker._stats`; and its forwards."""
         proxy = self.role.proxy
         assert proxy is not None  # load_model has connected
         return self._stats(proxy.connector.stats) | {"forwards": proxy.forwards}

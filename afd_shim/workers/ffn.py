@@ -115,7 +115,7 @@ class FFNRole(RoleWorker):
             self.serving.raise_if_failed()
 
     def afd_stats(self) -> dict[str, Any]:
-        """What this rank has served, read and holds; see `docs/` for the keys."""
+        """What this rank has served, read and holds; see `RoleWorker._stats`; and its expert load balancing."""
         assert self.serving is not None  # start-up is over when RPCs are answered
         stats = self._stats(self.serving.stats) | {
             "max_batch_rows": self.serving.max_batch_rows,

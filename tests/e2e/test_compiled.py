@@ -16,11 +16,27 @@ pytestmark = pytest.mark.timeout(1200)
 NO_CACHE = {"VLLM_DISABLE_COMPILE_CACHE": "1"}
 
 
-def test_compiled_tokens_equal_the_unsplit_ones(checkpoint_of: Callable[..., Checkpoint], log_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "gate_on_attention",
+    [
+        pytest.param(False, id="gate on FFN"),
+        pytest.param(True, id="gate on Attention", marks=pytest.mark.newest_release),
+    ],
+)
+def test_compiled_tokens_equal_the_unsplit_ones(
+    gate_on_attention: bool, checkpoint_of: Callable[..., Checkpoint], log_dir: Path
+) -> None:
     """float32, because Inductor keeps float32 between operations of an inlined bfloat16 MoE."""
     checkpoint = checkpoint_of("qwen3-moe", dtype="float32")
     expected = run_unsplit(checkpoint, log_dir, eager=False, env=NO_CACHE)
 
-    run = run_split(checkpoint, log_dir, expected=expected, eager=False, env=NO_CACHE)
+    run = run_split(
+        checkpoint,
+        log_dir,
+        expected=expected,
+        compute_gate_on_attention=gate_on_attention,
+        eager=False,
+        env=NO_CACHE,
+    )
 
     assert run.failures() == []

