@@ -1,9 +1,10 @@
 """`Fingerprint`: what a target looks like in its source file, read without importing it.
 
 The hash covers the definition's source, decorators and signature included, minus comments,
-docstrings, blank lines and indentation. It is taken from the text, not from the syntax tree:
-`ast.dump` and `ast.unparse` differ between Python 3.10 and 3.13 for the same source, the
-text does not.
+docstrings and blank lines. Of indentation it keeps how deep a statement is nested in the definition:
+not how wide a level is, not the definition's own column, not how a statement's further lines are
+aligned. It is taken from the text, not from the syntax tree: `ast.dump` and `ast.unparse` differ
+between Python 3.10 and 3.13 for the same source, the text does not.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ _TOKEN = re.compile(
     rb"'''(?:\\.|[^\\])*?'''|"
     rb'"(?:\\.|[^"\\\n])*"|'
     rb"'(?:\\.|[^'\\\n])*')"
+    rb"|(?P<open>[(\[{])|(?P<close>[)\]}])"
+    rb"|(?P<continuation>\\\n[ \t\r\f]*)"
     # A line's end, with the comment before it and the blank and comment lines after it.
-    rb"|(?P<newline>[ \t\r]*(?:#[^\n]*)?\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*[ \t\r\f]*)",
+    rb"|(?P<newline>[ \t\r]*(?:#[^\n]*)?\n(?:[ \t\r\f]*(?:#[^\n]*)?\n)*(?P<indent>[ \t\r\f]*))",
     re.DOTALL,
 )
+# What separates a docstring from a statement on the same line.
+_SEPARATOR = re.compile(rb"[ \t]*;[ \t]*")
 
 
 @final
@@ -274,7 +279,7 @@ def _parameters(arguments: ast.arguments) -> str:
 
 
 def normalise(lines: Sequence[bytes], node: _Definition) -> bytes:
-    """Give a definition's source without docstrings, comments, blank lines and indentation."""
+    """Give a definition's source without docstrings, comments and blank lines, one tab per level of nesting."""
     decorators = getattr(node, "decorator_list", [])
     start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     end = node.end_lineno or node.lineno
@@ -282,11 +287,11 @@ def normalise(lines: Sequence[bytes], node: _Definition) -> bytes:
     kept[end] = kept[end][: node.end_col_offset]
     for docstring in _docstrings(node):
         first, last = docstring.lineno, docstring.end_lineno or docstring.lineno
-        head, tail = lines[first - 1][: docstring.col_offset], lines[last - 1][docstring.end_col_offset :]
+        head, tail = lines[first - 1][: docstring.col_offset], kept[last][docstring.end_col_offset :]
         for number in range(first, last + 1):
             kept[number] = b""
-        kept[first] = head + (tail if last < end else b"")
-    return _TOKEN.sub(_keep, b"".join(kept.values())).strip()
+        kept[first] = head + _SEPARATOR.sub(b"", tail, count=1) if _SEPARATOR.match(tail) else head + tail
+    return _relaid(b"".join(kept.values()))
 
 
 def _docstrings(node: _Definition) -> Iterator[ast.Constant]:
@@ -301,10 +306,37 @@ def _docstrings(node: _Definition) -> Iterator[ast.Constant]:
                 yield first.value
 
 
-def _keep(match: re.Match[bytes]) -> bytes:
-    if match["string"] is not None:
-        return match["string"]
-    return b"\n"
+def _relaid(text: bytes) -> bytes:
+    """Take out comments and blank lines; indent each statement by its depth below the first line's."""
+    columns = [_column(text[: len(text) - len(text.lstrip())])]
+    brackets = 0
+
+    def keep(match: re.Match[bytes]) -> bytes:
+        nonlocal brackets
+        group = match.lastgroup
+        if group == "newline":
+            if brackets:
+                return b"\n"
+            column = _column(match["indent"])
+            while len(columns) > 1 and column < columns[-1]:
+                columns.pop()
+            if column > columns[-1]:
+                columns.append(column)
+            return b"\n" + b"\t" * (len(columns) - 1)
+        if group == "continuation":
+            return b"\\\n"
+        if group == "open":
+            brackets += 1
+        elif group == "close":
+            brackets -= 1
+        return match[0]
+
+    return _TOKEN.sub(keep, text).strip()
+
+
+def _column(indent: bytes) -> int:
+    """Count as Python does: a tab goes to the next multiple of eight, a form feed starts afresh."""
+    return len(indent.rpartition(b"\f")[2].expandtabs(8))
 
 
 def _digest(text: bytes) -> str:

@@ -14,14 +14,18 @@ import multiprocessing
 import os
 import sys
 import traceback
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 from afd_shim import activation, plugin
-from afd_shim.engine import Outcome, Patch
-from afd_shim.errors import LateActivationError
-from afd_shim.selection import load_patch, load_set
+from afd_shim.compat import ReleaseState, probe
+from afd_shim.engine import Outcome, Patch, Report
+from afd_shim.errors import LateActivationError, UntestedVersionError
+from afd_shim.selection import ALWAYS, GUARD, guard_set, load_patch, load_set
 
 #: A module that binds the target by `from ... import`, for each patch of a module-level function.
 BINDERS = {
@@ -57,8 +61,15 @@ class Cell(NamedTuple):
     def activate(self) -> None:
         """Do what vLLM's processes do: the plugin, then the set."""
         plugin.register()
-        if self.set_name != "always":
+        if self.set_name not in (ALWAYS, GUARD):
             activation.commit(self.set_name)
+
+    def require(self) -> Report:
+        """Pass the barrier; a process without a row has none, so the guard's is asked for by hand."""
+        if self.set_name != GUARD:
+            return activation.require(self.set_name)
+        assert activation._process is not None
+        return activation._process.activation.require(guard_set())
 
     def original(self) -> object:
         """Give what the patch replaced."""
@@ -67,11 +78,20 @@ class Cell(NamedTuple):
 
     def check(self) -> None:
         """Check that the barrier opens and every holder has the replacement, directly on upstream's own function."""
-        report = activation.require(self.set_name)
+        report = self.require()
         assert {patch.outcome for patch in report.patches} == {Outcome.APPLIED}
         held = self.holders()
         assert all(value is held[0] for value in held), held
         assert getattr(held[0], "__wrapped__", None) is self.original(), held
+        if self.set_name == GUARD:
+            with pytest.raises(UntestedVersionError):
+                self.patch.target.locate().value(SimpleNamespace(additional_config={"afd": {}}))
+
+
+def hide_row() -> None:
+    """Take the installed vLLM for a post-release, which has no row: the guard's realm."""
+    release = replace(probe(), state=ReleaseState.POST)
+    mock.patch.object(activation, "probe", return_value=release).start()
 
 
 def import_then_activate(cell: Cell) -> None:
@@ -125,21 +145,21 @@ def reload(cell: Cell) -> None:
     with contextlib.suppress(RuntimeError):
         importlib.reload(sys.modules[cell.patch.target.module])
     with pytest.raises(LateActivationError, match="reloaded"):
-        activation.require(cell.set_name)
+        cell.require()
     cell.activate()
-    activation.require(cell.set_name)
+    cell.require()
 
 
 def fork(cell: Cell) -> None:
     """A forked child inherits the patches and reports them under its own process id."""
     cell.load()
     cell.activate()
-    held, report = cell.holders(), activation.require(cell.set_name)
+    held, report = cell.holders(), cell.require()
 
     def in_child() -> None:
         cell.activate()
         assert all(before is after for before, after in zip(held, cell.holders(), strict=True))
-        mine = activation.require(cell.set_name)
+        mine = cell.require()
         assert (mine.pid, mine.patches, mine.digest) == (os.getpid(), report.patches, report.digest)
 
     child = os.fork()
@@ -149,11 +169,13 @@ def fork(cell: Cell) -> None:
 
 
 def _spawned(patch: str, set_name: str, answers: Any) -> None:
+    if set_name == GUARD:
+        hide_row()
     cell = Cell(load_patch(patch), set_name)
     cell.activate()
     cell.load()
     cell.check()
-    report = activation.require(set_name)
+    report = cell.require()
     answers.put([report.digest, [patch.outcome.value for patch in report.patches]])
 
 
@@ -161,7 +183,7 @@ def spawn(cell: Cell) -> None:
     """A spawned child arrives at the same report and digest by itself."""
     cell.load()
     cell.activate()
-    report = activation.require(cell.set_name)
+    report = cell.require()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     child = context.Process(target=_spawned, args=(cell.patch.name, cell.set_name, answers))
@@ -179,6 +201,10 @@ ORDERS = {
 
 
 def _run(order: str, patch: str) -> None:
+    if patch == GUARD:
+        hide_row()
+        ORDERS[order](Cell(load_patch(GUARD), GUARD))
+        return
     row = activation._current().supported_row
     set_name = next(name for name, patches in row.sets.items() if patch in patches)
     loaded = next(known for known in load_set(row, set_name) if known.name == patch)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,49 @@ def reorder_parameters(source: Source) -> list[str]:
     return lines
 
 
+Compound = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith
+
+
+def blocks(source: Source) -> Iterator[tuple[ast.stmt, list[ast.stmt]]]:
+    """List the compound statements in the definition, each with its last block where that has lines of its own."""
+    for node in ast.walk(source.node):
+        if isinstance(node, Compound):
+            block: list[ast.stmt] = getattr(node, "orelse", []) or node.body
+            if begins_line(source, block[-1]) and block[0].col_offset > node.col_offset:
+                yield node, block
+
+
+def begins_line(source: Source, node: ast.stmt) -> bool:
+    """Tell whether a statement is the first of its line."""
+    return not source.lines[node.lineno - 1].encode()[: node.col_offset].strip()
+
+
+def moved(source: Source, node: ast.stmt, column: int) -> list[str]:
+    """Give the lines with one simple statement at another column; its further lines stay."""
+    lines = list(source.lines)
+    lines[node.lineno - 1] = " " * column + lines[node.lineno - 1].lstrip(" ")
+    return lines
+
+
+def dedent_statement(source: Source) -> list[str]:
+    """Move the last statement of a block out of it."""
+    for node, block in blocks(source):
+        if len(block) > 1 and not isinstance(block[-1], (Compound, ast.Try, Definition)):
+            return moved(source, block[-1], node.col_offset)
+    pytest.skip("no block of two statements ends with a simple one")
+
+
+def indent_statement(source: Source) -> list[str]:
+    """Move the statement after a block into it."""
+    ends = {id(node): block[-1].col_offset for node, block in blocks(source)}
+    for node in ast.walk(source.node):
+        body: list[ast.stmt] = getattr(node, "body", []) if isinstance(node, (Compound, Definition)) else []
+        for before, after in pairwise(body):
+            if id(before) in ends and not isinstance(after, (Compound, ast.Try, Definition)):
+                return moved(source, after, ends[id(before)])
+    pytest.skip("no simple statement comes after a block")
+
+
 def edit_comments(source: Source) -> list[str]:
     """Add a comment and blank lines."""
     last = source.last()
@@ -165,11 +209,13 @@ def test_installed_source_is_the_one_on_record(symbol: str) -> None:
         (change_body, "changed"),
         (add_parameter, "added mutant"),
         (reorder_parameters, "reordered"),
+        (dedent_statement, "changed"),
+        (indent_statement, "changed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_mutant_is_drifted(mutant: Mutate, symbol: str, edit: Edit, difference: str) -> None:
-    """A symbol that was renamed, deleted, given another kind, body or parameters differs, and it is said how."""
+    """A symbol with another name, kind, body, nesting or parameters, or that is gone, differs, and it is said how."""
     source = Source(TARGETS[symbol])
     if edit in (add_parameter, reorder_parameters):
         if isinstance(source.node, ast.ClassDef):

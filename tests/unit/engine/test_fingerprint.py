@@ -82,15 +82,15 @@ def read(tmp_path: Path) -> Callable[..., Fingerprint]:
 @pytest.mark.parametrize(
     ("symbol", "kind", "parameters", "source"),
     [  # Recorded on Python 3.11.
-        ("factory", "function", "a, /, b, c=, *rest, d, e=, **kwargs", "5ce5401402c4787e"),
-        ("Runner", "class", "dict", "aba270a78ca0f120"),
-        ("Runner.forward", "method", "self, x", "9944e3e11a5e1392"),
-        ("Runner.step", "method", "self", "3c71b7b12eb120d6"),
-        ("Runner.gate", "property", "self, value", "c02a6e45ed48961a"),
-        ("Runner.name", "staticmethod", "", "7d2512b014e2e4eb"),
+        ("factory", "function", "a, /, b, c=, *rest, d, e=, **kwargs", "a9f0f17f4b2df4ea"),
+        ("Runner", "class", "dict", "f0edf1adc7b54e29"),
+        ("Runner.forward", "method", "self, x", "ea623f92591c8151"),
+        ("Runner.step", "method", "self", "4d46ab0faaf7f60b"),
+        ("Runner.gate", "property", "self, value", "8d86f0408450ef52"),
+        ("Runner.name", "staticmethod", "", "c9442aa47972161e"),
         ("Runner.limit", "value", "", "d7141a4c525ff5f4"),
         ("LIMIT", "value", "", "c58d7c98b0c3b0b3"),
-        ("guarded", "value", "", "90cb6cc9549b1eb0"),
+        ("guarded", "value", "", "e2f20836a745c897"),
     ],
 )
 def test_same_on_every_python(read: Any, symbol: str, kind: str, parameters: str, source: str) -> None:
@@ -124,7 +124,7 @@ def test_blind_to_what_does_not_run(read: Any, before: str, after: str) -> None:
     assert read("factory", source=SOURCE.replace(before, after)) == read("factory")
 
 
-def test_blind_to_line_ends_and_indentation(read: Any) -> None:
+def test_blind_to_line_ends_and_column(read: Any) -> None:
     """A tree checked out with other line ends, or a definition moved into a block, is the same source."""
     moved = SOURCE.replace(
         "if LIMIT:\n    def guarded():\n        return 1",
@@ -134,6 +134,86 @@ def test_blind_to_line_ends_and_indentation(read: Any) -> None:
 
     assert read("factory", source=SOURCE.replace("\n", "\r\n")) == read("factory")
     assert read("guarded", source=moved) == read("guarded")
+
+
+NESTED = '''
+def choose(first, second):
+    """Docs."""
+    if first:
+        if second:
+            value = """
+  text
+            """
+            second = call(
+                1,
+                2,
+            )
+        value = first + \\
+            second
+    return value
+'''
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("                1,\n                2,\n            )", "  1,\n2,\n      )"),  # within brackets
+        ("+ \\\n            second", "+ \\\n  second"),  # after a backslash
+        ("        value = first", "# odd\n                  # odder\n        value = first"),
+        ("        value = first", "\n      \n  \f\n        value = first"),
+        ("    return", "                # the block's end\n    return"),
+        ('    """Docs."""\n', ""),
+        ('    """Docs."""\n', '    """Docs:\n  - more\n"""\n'),
+        ('    """Docs."""\n', '    """Docs."""; \n'),
+        ("    ", "  "),  # the width of every level
+        ("    ", "\t"),
+    ],
+)
+def test_blind_to_layout(read: Any, before: str, after: str) -> None:
+    """How wide a level is, and where a statement's further lines and comments begin, is not part of the fingerprint."""
+    assert before in NESTED
+    # The text of a string is no layout.
+    head, string, tail = NESTED.partition("\n  text\n            ")
+    source = head.replace(before, after) + string + tail.replace(before, after)
+    assert source != NESTED
+
+    assert read("choose", source=source) == read("choose", source=NESTED)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        value = first", "    value = first"),
+        ("        value = first", "            value = first"),
+        ("            second = call", "        second = call"),
+        ("    return", "        return"),
+        ("\n  text", "\n    text"),
+        ('            """\n            second', '        """\n            second'),
+    ],
+)
+def test_nesting_is_seen(read: Any, before: str, after: str) -> None:
+    """A statement that moves into a block or out of one is another source, and so is the text of a string."""
+    assert before in NESTED
+    expected = read("choose", source=NESTED)
+
+    assert expected.difference(read("choose", source=NESTED.replace(before, after))) == "its body changed"
+
+
+def test_statement_leaves_a_method(read: Any) -> None:
+    """Also in the methods of a class, which are named."""
+    source = "class Runner:\n    def step(self):\n        if self:\n            self.go()\n            return 1\n"
+
+    changed = read("Runner", source=source.replace("            return", "        return"))
+
+    assert read("Runner", source=source).difference(changed) == "its members changed: changed step"
+
+
+def test_statement_on_the_docstring_s_line(read: Any) -> None:
+    """What follows a docstring on its line is compared, with the docstring or without."""
+    expected = read("Runner.name")
+
+    assert read("Runner.name", source=SOURCE.replace('"doc"; ', "")) == expected
+    assert expected.difference(read("Runner.name", source=SOURCE.replace('"doc"; return 1', '"doc"; return 2')))
 
 
 @pytest.mark.parametrize(
