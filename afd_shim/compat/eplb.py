@@ -2,11 +2,14 @@
 
 What differs is the signatures of two methods of `EPLBController` (0.32.0 moved `load_dummy_weights`
 from registering to starting), and who has built the state: on a GPU vLLM's model runner registers
-the model while it loads, on CPU nobody does.
+the model while it loads, on CPU nobody does. What is read here of an asynchronous rearrangement
+(`rebalanced`, `pending_result`, `expert_rearrangement_step`) and `drain_async` are the same in 0.30.0,
+0.31.0 and 0.32.0.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Protocol
 
 from packaging.version import Version
@@ -49,6 +52,7 @@ class Eplb:
         from vllm.v1.worker.gpu.eplb_utils import EPLBController
 
         self._model_config = model_config
+        self._device = device
         self._starts_with_dummy_weights = Version(release) >= _DUMMY_WEIGHTS_AT_START
         self._registered_by_runner = device.type != "cpu"
         self._controller = EPLBController(parallel_config, device)
@@ -116,17 +120,59 @@ class Eplb:
         due = state.expert_rearrangement_step + 1 >= state.expert_rearrangement_step_interval
         return due or (state.is_async and self.model.rebalanced)
 
-    def join_worker(self, timeout: float) -> bool:
-        """Wait until the asynchronous worker moves no weights; False if it still does after `timeout` seconds.
+    @property
+    def steps_in_cycle(self) -> int | None:
+        """Steps since the asynchronous rearrangement under way began; None where none is.
 
-        The worker is a daemon thread without an end: between two rearrangements it waits for the
-        next one, and touches no process group then.
+        vLLM's step counter starts again with a rearrangement only, and an asynchronous one waits for
+        the end of the last, be it in the same step. So a smaller number than before says that a
+        rearrangement has ended, where `rebalanced` may never be seen to be False.
         """
-        import time
+        state = self.state
+        return state.expert_rearrangement_step if state.is_async and self.model.rebalanced else None
 
-        deadline = time.monotonic() + timeout
-        while self.state.is_async and self.model.rebalanced:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
+    @property
+    def arrived_layer(self) -> int | None:
+        """The layer whose experts the asynchronous worker has brought and no step has taken yet, if any."""
+        result = self.model.pending_result  # once: the worker sets it at any time
+        return None if result is None else result.layer_idx
+
+    def drain(self, timeout: float) -> threading.Thread | None:
+        """Take from the asynchronous worker what it still brings, without applying it; every rank does so, or none.
+
+        vLLM's worker is a daemon thread without an end, which cannot be joined. It offers one layer
+        at a time to the thread that steps, so once nobody steps, only `drain_async` lets it
+        finish. Then it waits for the next rearrangement, and touches no process group. `drain_async`
+        waits for the other ranks without a bound, and so gets a thread of its own.
+
+        Returns:
+            The thread that still drains after `timeout` seconds, if it does.
+
+        Raises:
+            Exception: what vLLM raised while draining.
+
+        """
+        state = self.state
+        if not (state.is_async and self.model.rebalanced):
+            return None
+        errors: list[Exception] = []
+        given_up = threading.Event()
+
+        def drain() -> None:
+            from vllm.platforms import current_platform
+
+            try:
+                current_platform.set_device(self._device)  # each thread has its own; events are recorded on it
+                state.drain_async()
+            except Exception as error:
+                errors.append(error)
+                if given_up.is_set():
+                    raise  # nobody waits any more: `threading.excepthook` tells
+
+        thread = threading.Thread(target=drain, name="afd-eplb-drain", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        given_up.set()
+        if errors:
+            raise errors[0]
+        return thread if thread.is_alive() else None

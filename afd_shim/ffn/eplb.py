@@ -28,9 +28,9 @@ __all__ = ["EplbStats", "ExpertLoadBalancer", "real_attention_token_total"]
 logger = init_logger("vllm.afd_shim")
 
 _STALL_INTERVALS = 3
-"""Intervals without a committed change after which an asynchronous balancer is said to be stuck."""
+"""Intervals without any progress after which an asynchronous balancer is said to be stuck, each time."""
 
-_JOIN_TIMEOUT_S = 5.0
+_DRAIN_TIMEOUT_S = 3.0  # vLLM gives a worker process 5 s in all, by default, before it sends SIGTERM
 
 
 def real_attention_token_total(batch: Batch) -> int:
@@ -82,7 +82,9 @@ class ExpertLoadBalancer:
         self._num_ranks = num_ranks
         self._log_placement = log_placement and rank == 0
         self._in_flight: set[int] = set()  # Attention groups within a real step
-        self._last_commit = 0  # the step that last changed the placement
+        self._began: int | None = None  # the step that began the asynchronous rearrangement under way
+        self._arrived: int | None = None  # the layer of it that waited for the last step
+        self._last_progress = 0  # the step that last showed the asynchronous worker at work
         indices = {id(layer.runner): layer.index for layer in layers}
         try:
             self._layers = [indices[id(runner)] for runner in eplb.model.model.moe_layers]
@@ -136,11 +138,26 @@ class ExpertLoadBalancer:
             self._step(is_dummy=batch.dummy and not self._in_flight)
 
     def close(self) -> None:
-        """Let a rearrangement under way end, before vLLM closes its process groups."""
-        if not self._eplb.join_worker(_JOIN_TIMEOUT_S):
+        """Let a transfer under way end, before vLLM closes its process groups; the serving loop has ended."""
+        try:
+            abandoned = self._eplb.drain(_DRAIN_TIMEOUT_S)
+        except Exception as error:  # whatever it is, the shutdown goes on
             logger.warning(
-                "AFD: experts were still being moved %.0f s after the shutdown began; they are abandoned.",
-                _JOIN_TIMEOUT_S,
+                "AFD: FFN rank %d could not end the transfer of experts under way: %s: %s. The shutdown goes on; "
+                "another FFN rank has probably ended: read its log.",
+                self._rank,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+            return
+        if abandoned is not None:
+            logger.warning(
+                "AFD: FFN rank %d was still moving experts %g s after it stopped serving. Thread %s is abandoned, and "
+                "process groups close under it; another FFN rank has probably ended: read its log.",
+                self._rank,
+                _DRAIN_TIMEOUT_S,
+                abandoned.name,
             )
 
     def counters(self) -> dict[str, float]:
@@ -155,6 +172,7 @@ class ExpertLoadBalancer:
             return
         model = self._eplb.model
         before = model.physical_to_logical_map.clone()
+        arrived = self._eplb.arrived_layer  # before the step, which takes it where all ranks have one
         started = time.perf_counter()
         try:
             self._eplb.step(is_dummy=is_dummy)
@@ -163,6 +181,7 @@ class ExpertLoadBalancer:
                 f"FFN rank {self._rank} could not rearrange experts after {self.stats.steps} steps: {error}. "
                 "Another FFN rank has probably ended: read its log, and restart the FFN server."
             ) from error
+        self._watch(arrived)
         self._committed(before, model.physical_to_logical_map, time.perf_counter() - started)
 
     def _committed(self, before: torch.Tensor, after: torch.Tensor, seconds: float) -> None:
@@ -172,9 +191,7 @@ class ExpertLoadBalancer:
         """
         changed = (before != after).any(dim=1).nonzero().flatten().tolist()
         if not changed:
-            self._watch()
             return
-        self._last_commit = self.stats.steps
         self.stats.rearrangements += 1
         self.stats.rearrangement_seconds += seconds
         if self._rank == 0:
@@ -202,17 +219,25 @@ class ExpertLoadBalancer:
             logger.info("AFD EPLB: %s", line)
         logger.info("%s", record.log_line())
 
-    def _watch(self) -> None:
-        """Warn about an asynchronous balancer that no longer commits; vLLM says nothing then."""
-        state = self._eplb.state
-        if not (state.is_async and self._eplb.model.rebalanced):
-            return
-        silent = self.stats.steps - self._last_commit
-        interval = state.expert_rearrangement_step_interval
-        if silent >= _STALL_INTERVALS * interval and silent % interval == 0:
+    def _watch(self, arrived: int | None) -> None:
+        """Warn about an asynchronous rearrangement that has come to a halt; vLLM says nothing then.
+
+        One that ends, or brings another layer, is at work, whatever the placement that comes out. A layer
+        that stays is no progress: a peer's worker has not brought its share.
+        `arrived`: the layer that waited for the step.
+        """
+        in_cycle = self._eplb.steps_in_cycle
+        began = None if in_cycle is None else self.stats.steps - in_cycle
+        if began is None or (began, arrived) != (self._began, self._arrived):
+            self._last_progress = self.stats.steps
+        self._began, self._arrived = began, arrived
+        silent = self.stats.steps - self._last_progress
+        interval = self._eplb.state.expert_rearrangement_step_interval
+        if silent and silent % (_STALL_INTERVALS * interval) == 0:
             logger.warning(
-                "AFD: FFN rank %d has moved experts for %d steps without committing (interval: %d); its asynchronous "
-                'worker is probably stuck. Restart the FFN server, or set "use_async": false in --eplb-config.',
+                "AFD: FFN rank %d has waited for experts that are being moved for %d steps (interval: %d); an "
+                'asynchronous worker is probably stuck. Restart the FFN server, or set "use_async": false in '
+                "--eplb-config.",
                 self._rank,
                 silent,
                 interval,
