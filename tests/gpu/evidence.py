@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "tail"]
 
 
 class Evidence:
@@ -134,3 +134,8 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value).replace("|", "/").replace("\n", " ")[:300]
+
+
+def tail(path: Path, lines: int) -> str:
+    """The end of a log, or nothing where there is none."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.deployments import Deployment, compare_outputs, run_all, run_module
-from tests.gpu.evidence import Evidence
+from tests.gpu.evidence import Evidence, tail
 from tests.gpu.layers import compare, gate_name
 from tests.gpu.loss import kill_in_mid_decode
-from tests.gpu.models import LITE_CONFIG, MODELS, write_lite_config, write_model, write_tuned_kernels
+from tests.gpu.models import MODELS, write_model, write_tuned_kernels
+from tests.gpu.throughput import lite_throughput
 
 SECTIONS = ("layers", "nccl", "record", "engines", "memory", "exchange", "loss", "throughput")
 LAYER_MODELS = ",".join(MODELS)
 EAGER_MODELS = "deepseek-v2,qwen3-moe,olmoe,qwen3.5-moe,qwen3-moe-fp8"
 GRAPH_MODELS = "qwen3-moe,deepseek-v2"
 WITHOUT_SHARED_EXPERTS = ("qwen3-moe",)
-BATCHES = (1, 16, 64, 256)
 
 _TOKENS = 32
 _MIN_DISTINCT = 6
@@ -94,7 +94,6 @@ class Run:
         self.eager_models = options.eager_models.split(",") if options.eager_models else []
         self.graph_models = options.graph_models.split(",") if options.graph_models else []
         self._pool = ThreadPoolExecutor(8)
-        self._loss: Future[list[dict[str, Any]]] | None = None
         self._layers: list[Future[int]] = []
         self._nccl: Future[int] | None = None
         self._engines: Future[dict[str, dict[str, Any]]] | None = None
@@ -127,17 +126,6 @@ class Run:
                 self.folder / "engines",
                 timeout=self.options.engine_seconds,
                 at_once=self.options.at_once,
-            )
-
-        if "loss" in sections:
-            self._loss = self._pool.submit(
-                kill_in_mid_decode,
-                "qwen3-moe",
-                write_model("qwen3-moe", self.checkpoints),
-                self.folder,
-                connector="TcpAFDConnector",
-                gpus=("0", "0"),
-                timeout=200,
             )
 
     def layers(self, evidence: Evidence) -> bool:
@@ -257,10 +245,16 @@ class Run:
         return status == 0
 
     def loss(self, evidence: Evidence) -> bool:
-        """A role killed in mid-decode, TCP."""
-        assert self._loss is not None
-        rows = self._loss.result()
+        """A role killed in mid-decode, TCP; with nothing beside it, because it is about time."""
+        path = write_model("qwen3-moe", self.checkpoints)
+        rows = kill_in_mid_decode(
+            "qwen3-moe", path, self.folder, connector="TcpAFDConnector", gpus=("0", "0"), timeout=200
+        )
         evidence.table("loss", rows)
+        for row in rows:
+            if not row["ok"]:
+                for log in sorted(self.folder.glob(f"loss-{row['killed']}-*.log")):
+                    evidence.text(f"```\n{log.name}:\n{tail(log, 60)}\n```")
         return all(row["ok"] for row in rows)
 
     def throughput(self, evidence: Evidence) -> bool:
@@ -276,7 +270,8 @@ class Run:
         evidence.text(
             "step: one decode step of the whole engine. exchange: the part of it between sending a layer's input and "
             "holding its output, which over TCP contains the wait for Attention's own kernels. experts: the FFN's "
-            "device time for one layer. Both roles share one GPU here: a split engine can only lose."
+            "device time for one layer, gaps between its launches included. Both roles share one GPU here: a split "
+            "engine can only lose. What eager launches cost on this machine is in the unsplit eager rows."
         )
         return all("error" not in row for row in rows)
 
@@ -290,78 +285,6 @@ def must_be_exact(row: dict[str, Any]) -> bool:
     model = row["run"].split(" ")[0]
     alike = row["against"] == "unsplit compiled-alike" and model in WITHOUT_SHARED_EXPERTS
     return " eager " in row["run"] or alike
-
-
-def lite_throughput(
-    folder: Path, *, gpus: tuple[str, str], connector: str, timeout: float, evidence: Evidence, unsplit_tp: int = 1
-) -> list[dict[str, Any]]:
-    """Run DeepSeek-V2-Lite's shape unsplit and split, started together, measured in turns; rows per batch size."""
-    path = write_lite_config(folder)
-    common: dict[str, Any] = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": 256,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": max(BATCHES),
-        "kv_cache_memory_bytes": 4 << 30,
-        "gpu_memory_utilization": 0.2,
-        "enable_prefix_caching": False,
-        "attention_backend": "TRITON_MLA",
-    }
-    folder = folder / "lite"
-    folder.mkdir(exist_ok=True)
-    work = {"batches": list(BATCHES), "vocabulary": LITE_CONFIG["vocab_size"], "lock": str(folder / "lock")}
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": list(BATCHES)}}
-    parallel = {"tensor_parallel_size": unsplit_tp}
-    tp_gpus = (",".join(str(i) for i in range(unsplit_tp)), "")
-    split = {"connector": connector}
-    runs = [
-        Deployment("unsplit full graphs", path, common | graphs | parallel, work, gpus=tp_gpus),
-        Deployment(
-            "split PIECEWISE", path, common | graphs, work, split=split, gpus=gpus, ffn_work={"time_experts": True}
-        ),
-        Deployment(
-            "split eager",
-            path,
-            common | {"enforce_eager": True},
-            work,
-            split=split,
-            gpus=gpus,
-            ffn_work={"time_experts": True},
-        ),
-    ]
-    found = run_all(runs, folder, timeout=timeout, at_once=len(runs))
-    base = {row["batch"]: row["tokens_per_s"] for row in found["unsplit full graphs"].get("speed", [])}
-    rows: list[dict[str, Any]] = []
-    layers = int(str(LITE_CONFIG["num_hidden_layers"])) - 1
-    for name, result in found.items():
-        if "error" in result:
-            rows.append({"run": name, "error": result["error"][-200:]})
-            evidence.text(f"```\n{name}: {result['error'][-4000:]}\n```")
-            continue
-        experts = {row["rows"]: row["experts_us"] for row in result.get("ffn", {}).get("experts", [])}
-        for row in result["speed"]:
-            exchange_us = 1e3 * row["exchange_ms"] / layers
-            rows.append(
-                {
-                    "run": name,
-                    "graphs": result["graphs"]["mode"],
-                    "batch": row["batch"],
-                    "tokens_per_s": row["tokens_per_s"],
-                    "of_unsplit": row["tokens_per_s"] / base[row["batch"]] if base else None,
-                    "step_ms": row["step_ms"],
-                    "exchange_us_per_layer": exchange_us or None,
-                    "experts_us_per_layer": experts.get(row["batch"]),
-                    "rest_us_per_layer": (1e3 * row["step_ms"] / layers - exchange_us) if exchange_us else None,
-                }
-            )
-    return rows
-
-
-def tail(path: Path, lines: int) -> str:
-    """The end of a log, or nothing where there is none."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
 
 def main() -> int:

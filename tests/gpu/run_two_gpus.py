@@ -16,11 +16,12 @@ from pathlib import Path
 
 from tests.gpu.balancing import balance
 from tests.gpu.deployments import Deployment, compare_outputs, run_all, run_module
-from tests.gpu.evidence import Evidence
+from tests.gpu.evidence import Evidence, tail
 from tests.gpu.layers import gate_name
 from tests.gpu.loss import kill_in_mid_decode
 from tests.gpu.models import MODELS, write_model
-from tests.gpu.run_one_gpu import engine, graph_engine, lite_throughput, must_be_exact, tail
+from tests.gpu.run_one_gpu import engine, graph_engine, must_be_exact
+from tests.gpu.throughput import lite_throughput
 
 SECTIONS = ("peers", "exchange", "engines", "loss", "throughput", "eplb")
 NCCL = "P2pNcclAFDConnector"
