@@ -129,7 +129,8 @@ class _Job:
     def wait(self, deadline: float, others: Sequence[_Job]) -> dict[str, Any]:
         while not self.out.exists():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name} took too long:\n{self.tail()}")
+                tails = "\n".join(f"{job.name}:\n{job.tail()}" for job in (self, *others))
+                raise RuntimeError(f"{self.name} took too long:\n{tails}")
             for job in (self, *others):
                 if job.process.poll() is not None and not job.out.exists():
                     raise RuntimeError(f"{job.name} ended with {job.process.returncode}:\n{job.tail()}")

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,12 @@ def _version() -> str:
 def main() -> None:
     """Run the job; the result file appears whole or not at all."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    result = run(job)
+    try:
+        result = run(job)
+    except Exception:  # noqa: BLE001 - whatever it is, the parent reads it in the log
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an engine that failed half-way may keep the interpreter from ending
     out = Path(job["out"])
     out.with_suffix(".part").write_text(json.dumps(result))
     out.with_suffix(".part").rename(out)

@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
         "driver": _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0],
         "links": _ask("nvidia-smi", "topo", "-m").strip(),
         "python": platform.python_version(),
-        "machine": f"{os.cpu_count()} cores, {platform.release()}",
+        "machine": f"{os.cpu_count()} cores",
         **found,
     }
 

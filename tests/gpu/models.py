@@ -11,7 +11,7 @@ from afd_shim.testing.checkpoints import write_checkpoint
 from afd_shim.testing.families import FAMILIES, SIZES, Family, Size
 from afd_shim.testing.tensors import TensorSpec
 
-__all__ = ["LITE_CONFIG", "MODELS", "Model", "write_lite_config", "write_model", "write_tuned_kernels"]
+__all__ = ["LITE_CONFIG", "MODELS", "Model", "write_lite_config", "write_model"]
 
 SIZE = "gpu"
 SIZES[SIZE] = Size(hidden=512, layers=4, heads=8, experts=16, moe_intermediate=256, dense_intermediate=512)
@@ -164,30 +164,6 @@ def write_lite_config(root: Path) -> Path:
     return path
 
 
-def write_tuned_kernels(folder: Path) -> Path:
-    """Write what `VLLM_TUNED_CONFIG_FOLDER` should name; the folder.
-
-    vLLM's default tile for few rows of block-quantised float8 takes a kernel path (operands swapped)
-    that gives zeros with Triton 3.6, which is older than vLLM pins. A larger tile avoids it, split or not.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tile = {
-        "BLOCK_SIZE_M": 64,
-        "BLOCK_SIZE_N": 128,
-        "BLOCK_SIZE_K": 128,
-        "GROUP_SIZE_M": 32,
-        "SPLIT_K": 1,
-        "num_warps": 4,
-        "num_stages": 3,
-    }
-    size = SIZES[SIZE]
-    name = (
-        f"E={size.experts},N={size.moe_intermediate},device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json"
-    )
-    (folder / name).write_text(json.dumps({str(rows): tile for rows in (1, 64, 2048)}))
-    return folder
-
-
 def _quantise(path: Path) -> None:
     """Turn a bfloat16 checkpoint's projections into float8 blocks of 128 x 128 with their scales."""
     import torch
@@ -211,5 +187,7 @@ def _quantise(path: Path) -> None:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
+        # vLLM would take the router's weight for float8 too, and look for scales that no checkpoint has.
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in tensors if name.endswith(".gate.weight")],
     }
     (path / "config.json").write_text(json.dumps(config))

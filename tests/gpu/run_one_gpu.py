@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from tests.gpu.deployments import Deployment, compare_outputs, run_all, run_modu
 from tests.gpu.evidence import Evidence, tail
 from tests.gpu.layers import compare, gate_name
 from tests.gpu.loss import kill_in_mid_decode
-from tests.gpu.models import MODELS, write_model, write_tuned_kernels
+from tests.gpu.models import MODELS, write_model
 from tests.gpu.throughput import lite_throughput
 
 SECTIONS = ("layers", "nccl", "record", "engines", "memory", "exchange", "loss", "throughput")
@@ -100,7 +99,6 @@ class Run:
 
     def start(self, sections: list[str]) -> None:
         """Start what may run side by side: comparisons care about results, not about time."""
-        os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(write_tuned_kernels(self.folder / "tuned"))
         for model in {*self.layer_models, *self.eager_models, *self.graph_models, "qwen3-moe"}:
             write_model(model, self.checkpoints)
         if "layers" in sections:
