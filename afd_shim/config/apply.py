@@ -79,7 +79,7 @@ def apply_role(config: VllmConfig) -> None:
     assert isinstance(config.additional_config, dict)  # parse_afd_config found a key in it
     config.additional_config = RoleConfig.of(config.additional_config, afd, activation.digest())
     logger.info(
-        "AFD: this server takes the %s role (%s at %s:%d, %d Attention and %d FFN ranks, gate on %s)",
+        "AFD: this server takes the %s role (%s at %s:%d, %d Attention and %d FFN ranks, gate on %s; patch digest %s)",
         afd.role.value,
         afd.connector,
         afd.host,
@@ -87,4 +87,5 @@ def apply_role(config: VllmConfig) -> None:
         afd.num_attention_ranks,
         afd.num_ffn_ranks,
         "Attention" if afd.compute_gate_on_attention else "FFN",
+        config.additional_config.digest,
     )

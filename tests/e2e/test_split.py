@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,18 @@ def split(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_tokens_equal_the_unsplit_servers(split: Split, unsplit: Unsplit) -> None:
     """Temperature 0, one request at a time, bfloat16: the same tokens and the same text."""
     assert generate(split.attention) == unsplit.outputs
+
+
+def test_every_process_logs_the_digest_of_its_patches(split: Split) -> None:
+    """Whoever reads the logs sees which patches are in force where, and that both roles have the same."""
+    found = [
+        set(re.findall(r"\((APIServer|Worker\w*) pid=\d+\).* digest (\w{12})", server.log()))
+        for server in (split.attention, split.ffn)
+    ]
+
+    for processes in found:
+        assert {process.partition("_")[0] for process, _ in processes} == {"APIServer", "Worker"}
+    assert len({digest for processes in found for _, digest in processes}) == 1
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ class Cell(NamedTuple):
         assert all(value is held[0] for value in held), held
         assert getattr(held[0], "__wrapped__", None) is self.original(), held
         if self.set_name == GUARD:
+            guarded: Any = self.patch.target.locate().value
             with pytest.raises(UntestedVersionError):
-                self.patch.target.locate().value(SimpleNamespace(additional_config={"afd": {}}))
+                guarded(SimpleNamespace(additional_config={"afd": {}}))
 
 
 def hide_row() -> None:

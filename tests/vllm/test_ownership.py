@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models import utils as model_utils
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -28,6 +26,7 @@ from afd_shim.testing.checkpoints import Checkpoint, Role, write_checkpoint
 from afd_shim.testing.families import FAMILIES
 from afd_shim.testing.local_roles import LoadedModel, inspect_here, load_model, load_role, patched_vllm
 from afd_shim.testing.tensors import TensorSpec, write_safetensors
+from afd_shim.testing.weights import Live, counted_reads, live_parameters
 
 MakeCheckpoint = Callable[..., Checkpoint]
 LoadRole = Callable[..., LoadedModel]
@@ -36,70 +35,11 @@ CASES = [(family, gate) for family in sorted(FAMILIES) for gate in FAMILIES[fami
 ROLES: tuple[Role, Role] = ("ffn", "attention")
 
 
-class CountedFile:
-    """A safetensors file that counts what is read from it."""
-
-    def __init__(self, file: Any, read: dict[str, int]) -> None:
-        self._file = file
-        self._read = read
-
-    def __enter__(self) -> CountedFile:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor, and count its bytes."""
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        self._read[name] = self._read.get(name, 0) + tensor.nbytes
-        return tensor
-
-
-@contextmanager
-def counted_reads() -> Iterator[dict[str, int]]:
-    """Bytes read from safetensors files meanwhile, by tensor."""
-    counted: dict[str, int] = {}
-    stock = weight_utils.safe_open
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_utils, "safe_open", lambda *args, **kwargs: CountedFile(stock(*args, **kwargs), counted))
-        yield counted
-
-
 @pytest.fixture
 def read() -> Iterator[dict[str, int]]:
     """Bytes read from safetensors files during a test, by tensor."""
     with counted_reads() as counted:
         yield counted
-
-
-@dataclass(slots=True)
-class Live:
-    """The Parameters that came to life in this process since this was made."""
-
-    before: list[nn.Parameter]
-
-    def bytes(self) -> int:
-        """Bytes of their memory, each storage once."""
-        known = {id(parameter) for parameter in self.before}
-        storages = {
-            parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-            for parameter in live_parameters()
-            if id(parameter) not in known
-        }
-        return sum(storages.values())
-
-
-def live_parameters() -> list[nn.Parameter]:
-    """Every Parameter of this process that has memory, whoever holds it."""
-    gc.collect()
-    # Tensors first: asking for a Parameter runs Python code for every object of the process.
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.device.type != "meta"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,9 +29,6 @@ class Runner:
         return self.inner(x) * 3
 """
 
-#: For every patch that compiled code reaches, the test that compares eager and compiled outputs.
-PROBES: dict[str, str] = {}
-
 
 class Negate:
     """Builders with importable names."""
@@ -112,8 +109,8 @@ def test_wrapped_target_is_bypassed_in_compiled_code(upstream: Path) -> None:
     assert not torch.equal(eager, compiled)
 
 
-def test_every_traced_patch_has_a_probe() -> None:
-    """A patch that compiled code reaches names the test that compares eager with compiled outputs."""
+def test_no_patch_of_the_matrix_is_traced() -> None:
+    """Compiled code reaches none of them; the first that it reaches needs a test of eager against compiled outputs."""
     names = {name for row in Matrix.load().rows.values() for name in row.patches}
 
-    assert {name for name in names if load_patch(name).traced} == set(PROBES)
+    assert [name for name in sorted(names) if load_patch(name).traced] == []

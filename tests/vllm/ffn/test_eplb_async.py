@@ -40,7 +40,7 @@ class ScriptedState(EplbState):
         self.expert_load_window_size = 0
         self.expert_rearrangement_step = 0
         self.expert_rearrangement_step_interval = interval
-        self.scripted: Any = SimpleNamespace(
+        scripted: Any = SimpleNamespace(
             rebalanced=False,
             pending_result=None,
             physical_to_logical_map=torch.zeros(layers, 2, dtype=torch.int64),
@@ -49,7 +49,8 @@ class ScriptedState(EplbState):
                 num_moe_layers=layers, moe_layers=[object()] * layers, num_redundant_experts=0, expert_weights=[]
             ),
         )
-        self.model_states = {"model": self.scripted}
+        self.scripted = scripted
+        self.model_states = {"model": scripted}
 
     def bring(self) -> None:
         """What the worker does between two steps."""
@@ -222,7 +223,8 @@ def test_a_drain_without_its_peers_is_given_up(
     """A dead rank does not keep the others from ending, and its absence is told; what comes later is told too."""
     state, balancer = make()
     state.scripted.rebalanced = True
-    gone, told = threading.Event(), []
+    gone = threading.Event()
+    told: list[threading.ExceptHookArgs] = []
 
     def drain_async() -> None:
         gone.wait(60)
