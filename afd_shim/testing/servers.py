@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -39,6 +40,7 @@ __all__ = [
 _LOG_TAIL_LINES = 40
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 20.0
+_SERVER_PORTS = range(15_000, 32_000)
 START_TIMEOUT_S = 420.0
 """Generous: a server that fails to start is seen ending, and compiling on a busy machine takes minutes."""
 
@@ -210,11 +212,18 @@ class Server:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback interface now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that is free on the loopback interface now.
+
+    Servers bind it many seconds later, so it lies where the kernel takes none for outgoing connections.
+    """
+    for port in random.sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ServerError(f"no port of {_SERVER_PORTS} is free")
 
 
 def core_of_rank(index: int) -> int:

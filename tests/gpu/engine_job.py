@@ -263,6 +263,7 @@ def serve(llm: Any, job: dict[str, Any]) -> None:
     while not Path(job["stop"]).exists():
         if job.get("inspect"):
             tell_load(llm, job)
+        llm.collective_rpc("check_health")  # in this process nothing else tells that the loop has failed
         time.sleep(0.05)
 
 
