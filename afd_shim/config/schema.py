@@ -48,6 +48,7 @@ class AFDConfig(BaseModel):
     num_attention_ranks: Annotated[int, Field(ge=1)]
     num_ffn_ranks: Annotated[int, Field(ge=1)]
     compute_gate_on_attention: bool = False
+    shared_experts_on_attention: bool = False
     connector_extra_config: dict[str, Any] = Field(default_factory=dict)  # each connector has its own schema
     startup_timeout_s: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 600.0
 
@@ -105,6 +106,7 @@ def _config_error(error: ValidationError) -> ConfigError:
         "num_attention_ranks": "give the number of Attention ranks, 1 or more",
         "num_ffn_ranks": "give the number of FFN ranks, 1 or more",
         "compute_gate_on_attention": "use true or false",
+        "shared_experts_on_attention": "use true or false",
         "connector_extra_config": "give a JSON object, or leave it out",
         "startup_timeout_s": "give a number of seconds greater than 0",
     }

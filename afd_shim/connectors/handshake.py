@@ -99,7 +99,7 @@ _SAME_ON_ALL = {
     "moe_layers": "start both with the same model",
     "num_attention_ranks": "give both the same afd.num_attention_ranks",
     "num_ffn_ranks": "give both the same afd.num_ffn_ranks",
-    "reply": "give both the same afd configuration",
+    "reply": "give both the same afd.shared_experts_on_attention",
 }
 
 

@@ -103,6 +103,7 @@ def plan_checkpoint(vllm_config: VllmConfig, context: RoleContext) -> Checkpoint
         UnsupportedModelError: the model cannot be built on the meta device, its `load_weights` cannot
             be followed, or the checkpoint has no safetensors.
         LayerError: the model has no MoE layer built through vLLM's factory.
+        ConfigError: `shared_experts_on_attention` for a model that has none.
 
     Upstream: `DefaultModelLoader.load_weights` and `weight_utils.safetensors_weights_iterator`
     (0.30.0-0.33.0), run as they are.
@@ -133,7 +134,7 @@ def plan_checkpoint(vllm_config: VllmConfig, context: RoleContext) -> Checkpoint
         ) from error
     finally:
         _forget_missing_layers()  # the skeleton's address goes to another model next
-    ffn = ffn_storages(require_layers(layers, model_name))
+    ffn = ffn_storages(require_layers(layers, model_name, context.config))
     if not trace.sizes:
         raise UnsupportedModelError(
             f"{model_name} has no safetensors files, so a role cannot read only what it owns; convert the checkpoint.",

@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from afd_shim.config.checks import check_connector, routed_experts_capture_enabled
 from afd_shim.errors import ConfigError, LayerError, UnsupportedModelError
 from afd_shim.moe.experts import AFDRemoteRoutedExperts
-from afd_shim.moe.layers import FactoryCall, MoELayer
+from afd_shim.moe.layers import SHARED_EXPERTS, TRANSFORMS, FactoryCall, MoELayer
 from afd_shim.moe.runner import AFDExternalRoutingMoERunner, AFDRemoteMoERunner
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def build_attention_moe_runner(factory: NativeFactory, call: Mapping[str, object
     config = get_current_vllm_config()
     name = str(call.get("prefix", ""))
     _reject_on_attention(call, context.config, config, context.device.type)
-    _reject_untransportable(name, call)
+    _reject_untransportable(name, call, context.config)
     index = _claim_index(name, context)
     layer_gate = call.get("gate") if context.config.compute_gate_on_attention else None
     runs_routing_here = call.get("gate") is None or layer_gate is not None
@@ -95,11 +95,15 @@ def build_attention_moe_runner(factory: NativeFactory, call: Mapping[str, object
             "runner_cls": AFDExternalRoutingMoERunner if runs_routing_here else AFDRemoteMoERunner,
         }
     )
+    if context.config.shared_experts_on_attention:
+        # The FFN's reply is raw: the runner's own forward scales it and adds the shared experts.
+        for key in ("shared_experts", "apply_routed_scale_to_output"):
+            arguments[key] = call.get(key, arguments[key])
     if call.get("routed_input_transform") is not None:
         # The factory is given the latent width; what travels is the model's.
         arguments["hidden_size"] = config.model_config.get_hidden_size()
     runner = factory(**arguments)
-    layer = MoELayer.describe(call, runner, index, gate_on_attention=context.config.compute_gate_on_attention)
+    layer = MoELayer.describe(call, runner, index, context.config)
     context.layers.append(layer)
     for module in layer.ffn_modules:
         module.to("meta")  # frees what this role does not own before the next layer is built
@@ -107,7 +111,7 @@ def build_attention_moe_runner(factory: NativeFactory, call: Mapping[str, object
 
 
 def build_ffn_moe_runner(factory: NativeFactory, call: Mapping[str, object], context: RoleContext) -> MoERunner:
-    """Build the FFN role's MoE layer: the native one, its gate detached where Attention owns it.
+    """Build the FFN role's MoE layer: the native one without what Attention owns of it.
 
     Raises:
         UnsupportedModelError: the layer needs something that does not travel, or is built outside
@@ -115,19 +119,22 @@ def build_ffn_moe_runner(factory: NativeFactory, call: Mapping[str, object], con
 
     """
     name = str(call.get("prefix", ""))
-    _reject_untransportable(name, call)
+    _reject_untransportable(name, call, context.config)
     index = _claim_index(name, context)
     if torch.get_default_device().type == "meta":
         raise UnsupportedModelError(
             f"{name}: this model builds its MoE layers outside vLLM's make_layers, where the FFN role "
             "allocates nothing. Serve it unsplit."
         )
-    gate_on_attention = context.config.compute_gate_on_attention
     arguments = dict(call)
-    if gate_on_attention:
+    if context.config.compute_gate_on_attention:
         arguments["gate"] = None
+    if context.config.shared_experts_on_attention:
+        arguments |= dict.fromkeys(SHARED_EXPERTS)
+        if call.get("apply_routed_scale_to_output"):
+            arguments["routed_scaling_factor"] = 1.0  # Attention's runner applies it
     runner = factory(**arguments)
-    context.layers.append(MoELayer.describe(call, runner, index, gate_on_attention=gate_on_attention))
+    context.layers.append(MoELayer.describe(call, runner, index, context.config))
     return runner
 
 
@@ -139,10 +146,7 @@ def record_native_layer(factory: NativeFactory, call: Mapping[str, object], cont
     """
     runner = factory(**dict(call) | _WHOLE)
     name = str(call.get("prefix", ""))
-    gate_on_attention = context.config.compute_gate_on_attention
-    context.layers.append(
-        MoELayer.describe(call, runner, extract_layer_index(name), gate_on_attention=gate_on_attention)
-    )
+    context.layers.append(MoELayer.describe(call, runner, extract_layer_index(name), context.config))
     return runner
 
 
@@ -174,7 +178,7 @@ def _reject_on_attention(call: Mapping[str, object], afd: AFDConfig, config: Vll
         )
 
 
-def _reject_untransportable(name: str, call: Mapping[str, object]) -> None:
+def _reject_untransportable(name: str, call: Mapping[str, object], afd: AFDConfig) -> None:
     """Refuse what a layer needs beside hidden states and router logits."""
     reasons = {
         "hash_indices_table": "routes by input_ids (hash routing)",
@@ -204,6 +208,12 @@ def _reject_untransportable(name: str, call: Mapping[str, object]) -> None:
         raise UnsupportedModelError(
             f"{name}: the router's and the shared expert's gates are fused into one; turn shared-expert fusion off.",
             key="shared_expert_gate",
+        )
+    if afd.shared_experts_on_attention and any(call.get(key) is not None for key in TRANSFORMS):
+        raise UnsupportedModelError(
+            f"{name}: the routed experts' output is transformed before the shared experts are added, on the FFN; "
+            "leave afd.shared_experts_on_attention out.",
+            key="shared_experts_on_attention",
         )
     held = _held_state(call.get("custom_routing_function"))
     if held is not None:
@@ -243,16 +253,23 @@ def _claim_index(name: str, context: RoleContext) -> int:
     return index
 
 
-def require_layers(layers: Sequence[MoELayer], model: str) -> list[MoELayer]:
+def require_layers(layers: Sequence[MoELayer], model: str, afd: AFDConfig) -> list[MoELayer]:
     """The MoE layers of a model, in the order of its forward.
 
     Raises:
         LayerError: when there is none: the model bypasses vLLM's factory.
+        ConfigError: none has shared experts, and Attention was told to hold them.
 
     """
     if not layers:
         raise LayerError(
             f"{model} built no MoE layer through vLLM's FusedMoEFactory, so there is nothing to split; "
             "serve it unsplit."
+        )
+    if afd.shared_experts_on_attention and not any(layer.shared_experts for layer in layers):
+        raise ConfigError(
+            f"{model} hands no shared experts to its MoE layers, so there is nothing to hold on Attention; "
+            "leave afd.shared_experts_on_attention out.",
+            key="shared_experts_on_attention",
         )
     return sorted(layers, key=lambda layer: layer.index)

@@ -12,10 +12,15 @@ from torch import nn
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-__all__ = ["FFN_MODULES", "FactoryCall", "GatePlacement", "MoELayer", "ffn_storages", "storage_key"]
+    from afd_shim.config import AFDConfig
 
-FFN_MODULES = ("shared_experts", "shared_expert_gate", "routed_input_transform", "routed_output_transform")
-"""The factory's arguments that are modules of the FFN role whatever the gate's placement."""
+__all__ = ["SHARED_EXPERTS", "TRANSFORMS", "FactoryCall", "GatePlacement", "MoELayer", "ffn_storages", "storage_key"]
+
+TRANSFORMS = ("routed_input_transform", "routed_output_transform")
+"""The factory's arguments that are modules of the FFN role in every placement."""
+
+SHARED_EXPERTS = ("shared_experts", "shared_expert_gate")
+"""Those that are the FFN's without `shared_experts_on_attention`."""
 
 FactoryCall = dict[str, object]
 """The factory's arguments by name."""
@@ -38,6 +43,7 @@ class MoELayer:
         index: the decoder layer's index.
         num_experts: logical experts, the width of the router logits.
         gate: where the gate is applied.
+        shared_experts: the layer has shared experts, wherever they are.
         runner: what the factory returned.
         ffn_modules: the modules that are the FFN's.
         ffn_tensors: single parameters that are the FFN's whatever module they stand in (the
@@ -49,18 +55,18 @@ class MoELayer:
     index: int
     num_experts: int
     gate: GatePlacement
+    shared_experts: bool
     runner: MoERunner
     ffn_modules: list[nn.Module] = field(default_factory=list)
     ffn_tensors: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def describe(
-        cls, call: Mapping[str, object], runner: MoERunner, index: int, *, gate_on_attention: bool
-    ) -> MoELayer:
-        """Describe the layer a factory call with these (native) arguments builds."""
+    def describe(cls, call: Mapping[str, object], runner: MoERunner, index: int, afd: AFDConfig) -> MoELayer:
+        """Describe the layer a factory call with these (native) arguments builds in such a deployment."""
         gate = call.get("gate")
-        placement = "external" if gate is None else "attention" if gate_on_attention else "ffn"
-        modules = [module for key in FFN_MODULES if isinstance(module := call.get(key), nn.Module)]
+        placement = "external" if gate is None else "attention" if afd.compute_gate_on_attention else "ffn"
+        keys = TRANSFORMS if afd.shared_experts_on_attention else (*SHARED_EXPERTS, *TRANSFORMS)
+        modules = [module for key in keys if isinstance(module := call.get(key), nn.Module)]
         if placement == "ffn" and isinstance(gate, nn.Module):
             modules.append(gate)
         bias = call.get("e_score_correction_bias")
@@ -69,6 +75,7 @@ class MoELayer:
             index=index,
             num_experts=int(call["num_experts"]),  # type: ignore[call-overload]  # an int in every release
             gate=placement,
+            shared_experts=call.get("shared_experts") is not None,
             runner=runner,
             ffn_modules=modules,
             ffn_tensors=[bias] if isinstance(bias, torch.Tensor) else [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,16 +24,19 @@ class RemoteFFNProxy:
     Args:
         connector: the connected transport of this Attention rank.
         moe_layers: the layer ids that are exchanged, in the order of the model's forward.
+        reply: what the FFN answers with.
 
     """
 
-    def __init__(self, connector: AttentionConnector, moe_layers: list[int]) -> None:
+    def __init__(self, connector: AttentionConnector, moe_layers: list[int], *, reply: Reply = Reply.FINISHED) -> None:
         self.connector = connector
         self.forwards = 0
         self._layers = moe_layers
+        self._reply = reply
         self._first, self._last = moe_layers[0], moe_layers[-1]
         self._real_rows = 0
         self._kept: dict[int, torch.Tensor] = {}
+        self._kept_beside: dict[int, torch.Tensor] = {}
         self._max_kept_rows = 0
 
     def begin_step(self, real_rows: int) -> None:
@@ -48,11 +52,12 @@ class RemoteFFNProxy:
         self._real_rows = 0
 
     def keep_outputs(self, max_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Return outputs of up to `max_rows` rows in memory that keeps its address, one buffer per layer.
+        """Return outputs of up to `max_rows` rows in memory that keeps its address.
 
-        Captured graphs read an exchange's output at the address they were captured with. Graphs of
-        different sizes share a layer's buffer: only one of them runs at a time. Allocated at once, so
-        that vLLM's memory profiling counts it.
+        One buffer per layer, and one more for what `exchange_beside` computes here. Captured graphs read an
+        exchange's outputs at the addresses they were captured with. Graphs of different sizes share a
+        layer's buffers: only one of them runs at a time. Allocated at once, so that vLLM's memory
+        profiling counts it.
 
         Args:
             max_rows: rows of the largest captured graph.
@@ -62,7 +67,13 @@ class RemoteFFNProxy:
 
         """
         self._max_kept_rows = max_rows
-        self._kept = {layer: torch.empty(max_rows, hidden_size, dtype=dtype, device=device) for layer in self._layers}
+
+        def buffers() -> dict[int, torch.Tensor]:
+            return {layer: torch.empty(max_rows, hidden_size, dtype=dtype, device=device) for layer in self._layers}
+
+        self._kept = buffers()
+        if self._reply is Reply.RAW:
+            self._kept_beside = buffers()
 
     def exchange(
         self, layer: int, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None
@@ -75,12 +86,48 @@ class RemoteFFNProxy:
             router_logits: `[rows, num_experts]` in the gate's dtype where Attention owns the gate.
 
         Returns:
-            The layer's finished output, `[rows, hidden]`, in a buffer of its own.
+            The FFN's reply, `[rows, hidden]`, in a buffer of its own.
 
         Raises:
             PeerLostError: naming the FFN rank that is gone.
 
         """
+        header, out = self._send(layer, hidden_states, router_logits)
+        # Dual-batch overlap yields here once a real all-to-all backend lets it be tested.
+        return self.connector.recv_ffn_output(header, out)
+
+    def exchange_beside(
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None,
+        compute: Callable[[], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one MoE layer on the FFN ranks, and `compute` here while they do.
+
+        Args:
+            layer: as for `exchange`.
+            hidden_states: as for `exchange`.
+            router_logits: as for `exchange`.
+            compute: gives `[rows, hidden]` from this rank alone: the shared experts.
+
+        Returns:
+            What `compute` gave and the FFN's reply, each in a buffer of its own.
+
+        Raises:
+            PeerLostError: naming the FFN rank that is gone.
+
+        """
+        header, out = self._send(layer, hidden_states, router_logits)
+        beside = compute()
+        if header.rows <= self._max_kept_rows:
+            beside = self._kept_beside[layer][: header.rows].copy_(beside)
+        return beside, self.connector.recv_ffn_output(header, out)
+
+    def _send(
+        self, layer: int, hidden_states: torch.Tensor, router_logits: torch.Tensor | None
+    ) -> tuple[ExchangeHeader, torch.Tensor]:
+        """Send a request; its header, and where its reply goes."""
         if layer == self._first:
             self.forwards += 1
         rows = hidden_states.shape[0]
@@ -90,7 +137,7 @@ class RemoteFFNProxy:
             stage=0,
             rows=rows,
             real_rows=min(rows, self._real_rows),
-            reply=Reply.FINISHED,
+            reply=self._reply,
             dummy=self._real_rows == 0,
             last_layer=layer == self._last,
         )
@@ -98,8 +145,7 @@ class RemoteFFNProxy:
         if router_logits is not None:
             router_logits = router_logits.contiguous()
         self.connector.send_attn_output(header, hidden_states, router_logits)
-        # Dual-batch overlap yields here once a real all-to-all backend lets it be tested.
-        return self.connector.recv_ffn_output(header, self._output(layer, hidden_states))
+        return header, self._output(layer, hidden_states)
 
     def _output(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """A buffer for the output that aliases no input."""

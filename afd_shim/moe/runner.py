@@ -16,21 +16,24 @@ __all__ = ["AFDExternalRoutingMoERunner", "AFDRemoteMoERunner"]
 
 
 class AFDRemoteMoERunner(MoERunner):
-    """Gate on FFN: sends the hidden states and receives the layer's finished output.
+    """Gate on FFN: sends the hidden states and receives the layer's output.
 
     Upstream: `vllm/model_executor/layers/fused_moe/runner/moe_runner.py`, `MoERunner`
-    (0.30.0-0.33.0). Under compilation `forward` stays vLLM's after two checks; with `_forward_impl`
-    replaced and no shared experts, transforms or scale of its own, what it returns is the FFN's reply,
-    untouched. Eager forwards take that reply without the operator around it, which Dynamo alone needs.
+    (0.30.0-0.33.0). `forward` stays vLLM's after two checks, with `_forward_impl` replaced. Without
+    shared experts, transforms or scale of its own, what it returns is the FFN's reply, untouched: eager
+    forwards then take that reply without the operator around it, which Dynamo alone needs. With
+    `shared_experts_on_attention` the reply is raw: the shared experts run here while it is on its way,
+    and vLLM's `forward` scales and adds.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature differs between releases
         super().__init__(*args, **kwargs)
         self._layer_index: int = extract_layer_index(self.layer_name)
+        self._finishes_here = self.shared_experts is not None or self.routed_scaling_factor != 1.0
 
     def _select_forward(self) -> Any:  # noqa: ANN401 - vLLM's return type: a function or an operator
         # vLLM's CPU runner calls the body directly, and Dynamo would trace into the socket.
-        return _forward_entry
+        return _forward_entry if self.shared_experts is None else _forward_shared_entry
 
     def forward(
         self,
@@ -61,9 +64,11 @@ class AFDRemoteMoERunner(MoERunner):
                 f"{self.layer_name}: shared_experts_input given by the model is not transported; "
                 "serve this model unsplit."
             )
-        if torch.compiler.is_compiling():
+        if self._finishes_here or torch.compiler.is_compiling():
             return super().forward(hidden_states, router_logits)
-        return self._forward_impl(hidden_states, router_logits, None)
+        reply = self._forward_impl(hidden_states, router_logits, None)
+        assert isinstance(reply, torch.Tensor)  # a pair only with shared experts
+        return reply
 
     def _forward_impl(
         self,
@@ -71,8 +76,24 @@ class AFDRemoteMoERunner(MoERunner):
         router_logits: torch.Tensor,
         shared_experts_input: torch.Tensor | None,
         input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._proxy().exchange(self._layer_index, hidden_states)
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return self._exchange(hidden_states, None, shared_experts_input)
+
+    def _exchange(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The FFN's reply; behind the shared experts' output where they are here."""
+        proxy, shared = self._proxy(), self.shared_experts
+        if shared is None:
+            return proxy.exchange(self._layer_index, hidden_states, router_logits)
+        # vLLM's wrapper around them decides when and on which stream they run; here they run now.
+        experts = shared._layer  # noqa: SLF001 - the module the model made
+        return proxy.exchange_beside(
+            self._layer_index, hidden_states, router_logits, lambda: experts(shared_experts_input)
+        )
 
     def _proxy(self) -> RemoteFFNProxy:
         proxy = role.current().proxy
@@ -97,7 +118,7 @@ class AFDExternalRoutingMoERunner(AFDRemoteMoERunner):
         router_logits: torch.Tensor,
         shared_experts_input: torch.Tensor | None,
         input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.gate is not None:
             router_logits, _ = self.gate(hidden_states)
         width = self.moe_config.num_logical_experts
@@ -106,7 +127,7 @@ class AFDExternalRoutingMoERunner(AFDRemoteMoERunner):
                 f"{self.layer_name}: router logits have width {router_logits.shape[-1]}, the layer has {width} "
                 "experts. Nothing was sent. Report this with the model's name: its gate was not applied."
             )
-        return self._proxy().exchange(self._layer_index, hidden_states, router_logits)
+        return self._exchange(hidden_states, router_logits, shared_experts_input)
 
 
 def _forward_entry(
@@ -121,3 +142,17 @@ def _forward_entry(
         hidden_states, router_logits, shared_experts_input, input_ids, layer_name, hidden_dim_unpadded
     )
     return output
+
+
+def _forward_shared_entry(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    layer_name: Any,  # noqa: ANN401 - str or vLLM's opaque LayerName, by torch version
+    hidden_dim_unpadded: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm.moe_forward_shared(
+        hidden_states, router_logits, shared_experts_input, input_ids, layer_name, hidden_dim_unpadded
+    )
+    return outputs

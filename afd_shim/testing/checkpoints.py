@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from afd_shim.testing.families import FAMILIES, SIZES, Family, Size
-from afd_shim.testing.tensors import Dtype, TensorSpec, write_safetensors
+from afd_shim.testing.tensors import Dtype, Owner, TensorSpec, write_safetensors
 from afd_shim.testing.tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, write_tokenizer
 
 __all__ = ["Checkpoint", "Role", "write_checkpoint"]
@@ -40,14 +40,27 @@ class Checkpoint:
         """Indices of the layers whose MLP is a mixture of experts."""
         return self.family.moe_layers(self.size)
 
-    def owned_names(self, role: Role, *, compute_gate_on_attention: bool = False) -> set[str]:
+    def owned_names(
+        self, role: Role, *, compute_gate_on_attention: bool = False, shared_experts_on_attention: bool = False
+    ) -> set[str]:
         """Names of the tensors that a role owns, and therefore reads."""
-        gate = "attention" if compute_gate_on_attention else "ffn"
-        return {spec.name for spec in self.specs if (gate if spec.owner == "gate" else spec.owner) == role}
+        owners: dict[Owner, Role] = {
+            "attention": "attention",
+            "ffn": "ffn",
+            "gate": "attention" if compute_gate_on_attention else "ffn",
+            "shared_experts": "attention" if shared_experts_on_attention else "ffn",
+        }
+        return {spec.name for spec in self.specs if owners[spec.owner] == role}
 
-    def owned_bytes(self, role: Role, *, compute_gate_on_attention: bool = False) -> int:
+    def owned_bytes(
+        self, role: Role, *, compute_gate_on_attention: bool = False, shared_experts_on_attention: bool = False
+    ) -> int:
         """Bytes in the checkpoint of what a role owns."""
-        names = self.owned_names(role, compute_gate_on_attention=compute_gate_on_attention)
+        names = self.owned_names(
+            role,
+            compute_gate_on_attention=compute_gate_on_attention,
+            shared_experts_on_attention=shared_experts_on_attention,
+        )
         return sum(spec.nbytes(self.dtype) for spec in self.specs if spec.name in names)
 
 

@@ -131,6 +131,7 @@ def run_split(
     *,
     expected: tuple[Completion, ...],
     compute_gate_on_attention: bool = False,
+    shared_experts_on_attention: bool = False,
     eager: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> SplitRun:
@@ -140,14 +141,16 @@ def run_split(
         ServerError: a server did not start or answer.
 
     """
-    with start_split(
-        checkpoint, log_dir, compute_gate_on_attention=compute_gate_on_attention, eager=eager, env=env
-    ) as deployment:
+    placed = {
+        "compute_gate_on_attention": compute_gate_on_attention,
+        "shared_experts_on_attention": shared_experts_on_attention,
+    }
+    with start_split(checkpoint, log_dir, placed=placed, eager=eager, env=env) as deployment:
         deployment.wait_ready()
         outputs = generate(deployment.attention)
         (attention,) = deployment.attention.rpc("afd_stats")
         (ffn,) = deployment.ffn.rpc("afd_stats")
-        reads = _reads(deployment, checkpoint, compute_gate_on_attention=compute_gate_on_attention)
+        reads = _reads(deployment, checkpoint, placed)
         deployment.ffn.rpc("zero_expert", _ZEROED_EXPERT)
         zeroed = generate(deployment.attention)
     return SplitRun(
@@ -169,12 +172,12 @@ def generate(server: Server, prompts: Sequence[str] = PROMPTS) -> tuple[Completi
     return tuple(server.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts)
 
 
-def _reads(deployment: Split, checkpoint: Checkpoint, *, compute_gate_on_attention: bool) -> dict[Role, RoleReads]:
+def _reads(deployment: Split, checkpoint: Checkpoint, placed: Mapping[str, bool]) -> dict[Role, RoleReads]:
     servers: dict[Role, Server] = {"attention": deployment.attention, "ffn": deployment.ffn}
     return {
         role: RoleReads(
             read=cast("int", server.rpc("inspect_reads")[0]["bytes"]),
-            owned=checkpoint.owned_bytes(role, compute_gate_on_attention=compute_gate_on_attention),
+            owned=checkpoint.owned_bytes(role, **placed),
         )
         for role, server in servers.items()
     }

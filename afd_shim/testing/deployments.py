@@ -48,9 +48,7 @@ class Split:
             server.stop()
 
 
-def afd_config(
-    role: str, port: int, *, compute_gate_on_attention: bool = False, **more: object
-) -> dict[str, dict[str, object]]:
+def afd_config(role: str, port: int, **more: object) -> dict[str, dict[str, object]]:
     """The `--additional-config` of a role: one Attention and one FFN rank on this machine."""
     return {
         "afd": {
@@ -60,7 +58,6 @@ def afd_config(
             "port": port,
             "num_attention_ranks": 1,
             "num_ffn_ranks": 1,
-            "compute_gate_on_attention": compute_gate_on_attention,
             **more,
         }
     }
@@ -93,7 +90,7 @@ def start_split(
     checkpoint: Checkpoint,
     log_dir: Path,
     *,
-    compute_gate_on_attention: bool = False,
+    placed: Mapping[str, bool] | None = None,
     num_ffn_ranks: int = 1,
     eager: bool = True,
     extra_args: Sequence[str] = (),
@@ -101,6 +98,8 @@ def start_split(
     env: Mapping[str, str] | None = None,
 ) -> Split:
     """Start both roles at once, each on a core of its own; several FFN ranks are one server's expert parallel ones.
+
+    `placed` has keys of the configuration that put something on Attention.
 
     The FFN's ranks share the FFN's core: vLLM's processes wait for each other with `sched_yield`, and where one such
     wait shares its core with a rank that spins in an all-reduce, Linux leaves it unscheduled for seconds.
@@ -110,7 +109,7 @@ def start_split(
     parallel = ("--tensor-parallel-size", str(num_ffn_ranks), "--enable-expert-parallel") if several else ()
 
     def config(role: str) -> dict[str, dict[str, object]]:
-        return afd_config(role, port, compute_gate_on_attention=compute_gate_on_attention, num_ffn_ranks=num_ffn_ranks)
+        return afd_config(role, port, num_ffn_ranks=num_ffn_ranks, **dict(placed or {}))
 
     def start(role: str, core: int, *args: str, **bound: str) -> Server:
         return start_server(

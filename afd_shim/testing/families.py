@@ -202,7 +202,7 @@ def _deepseek_tensors(size: Size, *, q_lora: int | None = None, bias_std: float 
             yield TensorSpec(name, (size.experts,), "ffn", bias_std, dtype="float32")
         yield from _experts(f"{layer}.mlp", size)
         shared = size.moe_intermediate * _SHARED_EXPERTS
-        yield from _mlp(f"{layer}.mlp.shared_experts", size, shared, "ffn")
+        yield from _mlp(f"{layer}.mlp.shared_experts", size, shared, "shared_experts")
 
 
 def _deepseek_v3_tensors(size: Size) -> Iterator[TensorSpec]:
@@ -304,8 +304,8 @@ def _qwen3_next_tensors(size: Size) -> Iterator[TensorSpec]:
             yield _norm(f"{layer}.self_attn.k_norm", _HEAD, 0.0)
         yield _linear(f"{layer}.mlp.gate", size.experts, size.hidden, "gate")
         yield from _experts(f"{layer}.mlp", size)
-        yield from _mlp(f"{layer}.mlp.shared_expert", size, size.moe_intermediate, "ffn")
-        yield _linear(f"{layer}.mlp.shared_expert_gate", 1, size.hidden, "ffn")
+        yield from _mlp(f"{layer}.mlp.shared_expert", size, size.moe_intermediate, "shared_experts")
+        yield _linear(f"{layer}.mlp.shared_expert_gate", 1, size.hidden, "shared_experts")
 
 
 # --- OLMoE: the model calls its gate itself ------------------------------------------------------

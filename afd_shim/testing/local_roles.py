@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import socket
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from afd_shim import activation, role
 from afd_shim.compat import installed_release
 from afd_shim.config.apply import RoleConfig
-from afd_shim.connectors.base import Hello
+from afd_shim.connectors.base import Batch, Hello, Reply
 from afd_shim.connectors.registry import create_attention_connector
 from afd_shim.ffn.serving import ServingLoop
 from afd_shim.moe.checkpoint import plan_checkpoint
@@ -157,13 +158,37 @@ def load_role(path: Path, afd: dict[str, object], **engine_args: Any) -> LoadedM
         context.plan = plan_checkpoint(config, context)
         with tensor_by_tensor():
             model = get_model(vllm_config=config)
-    require_layers(context.layers, str(path))
+    require_layers(context.layers, str(path), context.config)
     return LoadedModel(model, config, context)
+
+
+class _TakingTurns(RemoteFFNProxy):
+    """A proxy that computes beside an exchange only while the FFN of this process does not."""
+
+    kernels: threading.Lock
+
+    def exchange_beside(
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None,
+        compute: Callable[[], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the product's, with `compute` under a lock."""
+
+        def alone() -> torch.Tensor:
+            with self.kernels:
+                return compute()
+
+        return super().exchange_beside(layer, hidden_states, router_logits, alone)
 
 
 @contextmanager
 def connected(attention: LoadedModel, ffn: LoadedModel) -> Iterator[ServingLoop]:
-    """Let the FFN's serving loop serve the Attention model over loopback; yields the loop."""
+    """Let the FFN's serving loop serve the Attention model over loopback; yields the loop.
+
+    Experts and shared experts take turns: in one process vLLM's CPU kernels would write into the same scratch memory.
+    """
     assert attention.context is not None
     assert ffn.context is not None
     failures: list[BaseException] = []
@@ -171,17 +196,27 @@ def connected(attention: LoadedModel, ffn: LoadedModel) -> Iterator[ServingLoop]
         vllm_config=ffn.config,
         afd=ffn.context.config,
         hello=_hello(ffn),
-        layers=require_layers(ffn.context.layers, "ffn"),
+        layers=require_layers(ffn.context.layers, "ffn", ffn.context.config),
         device=ffn.context.device,
         on_failure=failures.append,
     )
+    kernels = threading.Lock()
+    computes = serving._compute  # noqa: SLF001 - what runs the experts
+
+    def compute(batch: Batch) -> torch.Tensor:
+        with kernels:
+            return computes(batch)
+
+    serving._compute = compute  # type: ignore[method-assign]  # noqa: SLF001
     serving.start()
     hello = _hello(attention)
     connector = create_attention_connector(
         attention.context.config, hello, device=attention.context.device, on_peer_lost=failures.append
     )
     connector.connect()
-    attention.context.proxy = RemoteFFNProxy(connector, list(hello.moe_layers))
+    proxy = _TakingTurns(connector, list(hello.moe_layers), reply=hello.reply)
+    proxy.kernels = kernels
+    attention.context.proxy = proxy
     role.take(attention.context)
     try:
         yield serving
@@ -204,10 +239,11 @@ def free_port() -> int:
 
 def _hello(loaded: LoadedModel) -> Hello:
     assert loaded.context is not None
-    layers = require_layers(loaded.context.layers, "model")
+    afd = loaded.context.config
+    layers = require_layers(loaded.context.layers, "model", afd)
     model = loaded.config.model_config
     return Hello(
-        role=loaded.context.config.role.value,
+        role=afd.role.value,
         rank=0,
         release=installed_release(),
         patch_digest=activation.digest(),
@@ -220,4 +256,5 @@ def _hello(loaded: LoadedModel) -> Hello:
         max_num_tokens=loaded.config.scheduler_config.max_num_batched_tokens,
         num_attention_ranks=1,
         num_ffn_ranks=1,
+        reply=Reply.RAW if afd.shared_experts_on_attention else Reply.FINISHED,
     )

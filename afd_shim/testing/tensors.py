@@ -20,8 +20,12 @@ import numpy.typing as npt
 __all__ = ["DTYPE_BYTES", "Dtype", "Owner", "TensorSpec", "write_safetensors"]
 
 Dtype = Literal["bfloat16", "float32"]
-Owner = Literal["attention", "ffn", "gate"]
-"""Who reads a tensor; `gate` is a gate the MoE runner owns: FFN, or Attention with `compute_gate_on_attention`."""
+Owner = Literal["attention", "ffn", "gate", "shared_experts"]
+"""Who reads a tensor.
+
+`gate` is a gate the MoE runner owns: FFN, or Attention with `compute_gate_on_attention`; shared experts
+are the FFN's, or Attention's with `shared_experts_on_attention`.
+"""
 
 DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 _SAFETENSORS_DTYPE: dict[Dtype, str] = {"bfloat16": "BF16", "float32": "F32"}

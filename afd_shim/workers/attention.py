@@ -46,7 +46,7 @@ class AttentionRole(RoleWorker):
             self.role.config, hello, device=self.role.device, on_peer_lost=self._on_peer_lost
         )
         connector.connect()
-        proxy = RemoteFFNProxy(connector, list(hello.moe_layers))
+        proxy = RemoteFFNProxy(connector, list(hello.moe_layers), reply=hello.reply)
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode:
             proxy.keep_outputs(

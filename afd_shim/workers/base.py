@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from afd_shim import activation, role
 from afd_shim.compat import installed_release
 from afd_shim.config.apply import RoleConfig
-from afd_shim.connectors.base import ExchangeStats, Hello
+from afd_shim.connectors.base import ExchangeStats, Hello, Reply
 from afd_shim.errors import ConfigError, LayerError
 from afd_shim.moe.checkpoint import plan_checkpoint
 from afd_shim.moe.factory import require_layers
@@ -79,7 +79,7 @@ class RoleWorker(Base):
         with tensor_by_tensor():
             super().load_model(*args, **kwargs)
         activation.require(self.patch_set)  # and what has been in force meanwhile
-        self.moe_layers: list[MoELayer] = require_layers(self.role.layers, self.model_config.model)
+        self.moe_layers: list[MoELayer] = require_layers(self.role.layers, self.model_config.model, self.role.config)
         self._check_layers()
         if self.role.plan.selective:
             logger.info(
@@ -136,6 +136,7 @@ class RoleWorker(Base):
             max_num_tokens=self.scheduler_config.max_num_batched_tokens,
             num_attention_ranks=self.role.config.num_attention_ranks,
             num_ffn_ranks=self.role.config.num_ffn_ranks,
+            reply=Reply.RAW if self.role.config.shared_experts_on_attention else Reply.FINISHED,
         )
 
     def _stats(self, exchanged: ExchangeStats) -> dict[str, Any]:

@@ -92,6 +92,14 @@ def test_every_number_of_a_split_run_holds(checkpoint: Checkpoint, unsplit: Unsp
     assert run.failures() == []
 
 
+@pytest.mark.newest_release
+def test_shared_experts_on_attention_keep_every_number(checkpoint: Checkpoint, unsplit: Unsplit, log_dir: Path) -> None:
+    """The FFN's replies are raw, Attention scales them and adds: same tokens, and each role reads its own."""
+    run = run_split(checkpoint, log_dir, expected=unsplit.outputs, shared_experts_on_attention=True)
+
+    assert run.failures() == []
+
+
 def test_without_afd_only_the_configuration_wrapper_differs(unsplit: Unsplit) -> None:
     """Without `afd`, the process that runs the model holds one symbol of ours and no other."""
     assert unsplit.symbols == [CONFIGURATION_WRAPPER]

@@ -10,7 +10,7 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
 from afd_shim.config.graphs import EXCHANGE_OPS, split_graphs_at_exchanges
-from afd_shim.connectors import AttentionConnector, ExchangeHeader
+from afd_shim.connectors import AttentionConnector, ExchangeHeader, Reply
 from afd_shim.errors import ConfigError
 from afd_shim.moe.proxy import RemoteFFNProxy
 
@@ -125,3 +125,18 @@ def test_captured_sizes_get_an_address_that_stays() -> None:
     assert large[0].data_ptr() != large[1].data_ptr()
     assert first.is_contiguous()
     assert torch.equal(large[0], torch.full((9, 4), 2.0))
+
+
+def test_what_is_computed_beside_an_exchange_gets_an_address_that_stays() -> None:
+    """The graph behind a layer reads the shared experts' output too, apart from the reply."""
+    proxy = RemoteFFNProxy(cast("AttentionConnector", _Doubling()), [3, 5], reply=Reply.RAW)
+    proxy.keep_outputs(8, 4, torch.float32, torch.device("cpu"))
+
+    pairs = [proxy.exchange_beside(3, torch.ones(2, 4), None, lambda: torch.full((2, 4), 7.0)) for _ in range(2)]
+    large = proxy.exchange_beside(3, torch.ones(9, 4), None, lambda: torch.full((9, 4), 7.0))
+
+    (first, reply), (again, _) = pairs
+    assert first.data_ptr() == again.data_ptr() != reply.data_ptr()
+    assert torch.equal(first, torch.full((2, 4), 7.0))
+    assert torch.equal(reply, torch.full((2, 4), 2.0))
+    assert torch.equal(large[0], torch.full((9, 4), 7.0))

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,18 +31,43 @@ from afd_shim.testing.local_roles import (
 
 MakeCheckpoint = Callable[..., Checkpoint]
 
-# Family, compute_gate_on_attention, dtype. The gate's placement is also tried where it makes no difference.
-CASES = [(family, gate, "bfloat16") for family in sorted(FAMILIES) for gate in (False, True)]
+
+class Case(NamedTuple):
+    """A family, its dtype, and what is on Attention."""
+
+    family: str
+    gate: bool
+    dtype: str = "bfloat16"
+    shared: bool = False
+
+    def __str__(self) -> str:
+        """In pytest's output."""
+        shared = "-shared_attention" if self.shared else ""
+        return f"{self.family}-gate_{'attention' if self.gate else 'ffn'}-{self.dtype}{shared}"
+
+
+# The gate's placement is also tried where it makes no difference.
+CASES = [Case(family, gate=gate) for family in sorted(FAMILIES) for gate in (False, True)]
 # The other types that travel, on the family with every kind of arithmetic: scale, shared experts, float32 router.
-CASES += [("deepseek-v3", True, "float16"), ("deepseek-v3", True, "float32"), ("deepseek-v2", False, "float32")]
+CASES += [
+    Case("deepseek-v3", gate=True, dtype="float16"),
+    Case("deepseek-v3", gate=True, dtype="float32"),
+    Case("deepseek-v2", gate=False, dtype="float32"),
+]
+# Shared experts on Attention; in float16 vLLM divides them instead of scaling the routed ones.
+CASES += [
+    Case("deepseek-v2", gate=False, shared=True),
+    Case("deepseek-v3", gate=True, shared=True),
+    Case("deepseek-v3", gate=False, dtype="float16", shared=True),
+    Case("qwen3-next", gate=False, shared=True),
+]
 
 
 @dataclass(slots=True)
 class Split:
     """A checkpoint's model three times: native, and as both roles that are connected."""
 
-    family: str
-    gate_on_attention: bool
+    case: Case
     native: LoadedModel
     attention: LoadedModel
     ffn: LoadedModel
@@ -58,9 +83,9 @@ class Split:
     @property
     def gate(self) -> str:
         """Where the gate is applied: `ffn`, `attention` or `external`."""
-        if FAMILIES[self.family].gate == "external":
+        if FAMILIES[self.case.family].gate == "external":
             return "external"
-        return "attention" if self.gate_on_attention else "ffn"
+        return "attention" if self.case.gate else "ffn"
 
     def rows(self, count: int, seed: int = 0) -> torch.Tensor:
         """Hidden states of that many tokens, as they come out of a norm."""
@@ -91,7 +116,7 @@ class Recorder:
 def natives(world: None, checkpoint: MakeCheckpoint) -> dict[tuple[str, str], LoadedModel]:
     """Every model natively, built by vLLM before it is patched."""
     loaded = {}
-    for family, dtype in dict.fromkeys((family, dtype) for family, _, dtype in CASES):
+    for family, dtype in dict.fromkeys((case.family, case.dtype) for case in CASES):
         inspect_here(FAMILIES[family].architecture)
         loaded[family, dtype] = load_model(checkpoint(family).path, dtype=dtype)
     return loaded
@@ -104,13 +129,7 @@ def patched(natives: object) -> Iterator[None]:
         yield
 
 
-def case_id(case: tuple[str, bool, str]) -> str:
-    """Name a case in pytest's output."""
-    family, gate, dtype = case
-    return f"{family}-gate_{'attention' if gate else 'ffn'}-{dtype}"
-
-
-@pytest.fixture(scope="module", params=CASES, ids=case_id)
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def split(
     request: pytest.FixtureRequest,
     natives: dict[tuple[str, str], LoadedModel],
@@ -118,13 +137,17 @@ def split(
     checkpoint: MakeCheckpoint,
 ) -> Iterator[Split]:
     """The model of one case as both roles, connected over TCP."""
-    family, gate, dtype = request.param
-    path = checkpoint(family).path
-    afd = {"port": free_port(), "compute_gate_on_attention": gate}
-    ffn = load_role(path, afd | {"role": "ffn"}, dtype=dtype)
-    attention = load_role(path, afd | {"role": "attention"}, dtype=dtype)
+    case: Case = request.param
+    path = checkpoint(case.family).path
+    afd = {
+        "port": free_port(),
+        "compute_gate_on_attention": case.gate,
+        "shared_experts_on_attention": case.shared,
+    }
+    ffn = load_role(path, afd | {"role": "ffn"}, dtype=case.dtype)
+    attention = load_role(path, afd | {"role": "attention"}, dtype=case.dtype)
     with connected(attention, ffn) as serving:
-        yield Split(family, gate, natives[family, dtype], attention, ffn, serving)
+        yield Split(case, natives[case.family, case.dtype], attention, ffn, serving)
 
 
 @pytest.fixture
@@ -292,16 +315,50 @@ class NarrowGate(nn.Module):
         return self.logits, None
 
 
-def test_the_runner_owns_no_parameter_but_the_gate(split: Split) -> None:
-    """Experts, shared experts and score-correction bias are nowhere on Attention."""
+def test_the_runner_owns_no_parameter_but_what_is_attentions(split: Split) -> None:
+    """Experts and score-correction bias are nowhere on Attention; gate and shared experts as configured."""
     for layer, runner in split.attention.runners().items():
-        owned = {f"{layer}.{name}" for name, _ in runner.named_parameters()}
-        assert owned == ({f"{layer}.gate.weight"} if split.gate == "attention" else set())
+        native = split.native.runners()[layer]
+        owned = {name for name, _ in runner.named_parameters()}
+        gate = {"gate.weight"} if split.gate == "attention" else set()
+        shared = {name for name, _ in native.named_parameters() if name.startswith("_shared_experts.")}
+        assert owned == (gate | shared if split.case.shared else gate)
         assert list(runner.routed_experts.parameters()) == []
         assert list(runner.routed_experts.buffers()) == []
         assert list(runner.get_expert_weights()) == []
-        assert runner.shared_experts is None
-        assert runner.routed_scaling_factor == 1.0
+        assert (runner.shared_experts is not None) is split.case.shared
+        assert runner.routed_scaling_factor == (native.routed_scaling_factor if split.case.shared else 1.0)
+
+
+def test_shared_experts_on_attention_run_while_the_exchange_is_in_flight(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their work is hidden behind the round trip, and done nowhere else."""
+    if not split.case.shared:
+        pytest.skip("shared experts are on the FFN")
+    assert split.attention.context is not None
+    proxy = split.attention.context.proxy
+    assert proxy is not None
+    layer, runner = next(iter(split.attention.runners().items()))
+    assert split.ffn.runners()[layer].shared_experts is None
+    assert runner.shared_experts is not None
+    events: list[str] = []
+
+    def noted(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            events.append(what)
+            return call(*args)
+
+        return note
+
+    for name in ("send_attn_output", "recv_ffn_output"):
+        monkeypatch.setattr(proxy.connector, name, noted(name, getattr(proxy.connector, name)))
+    with runner.shared_experts.register_forward_pre_hook(lambda *_: pytest.fail("vLLM's own order")):
+        inner: nn.Module = runner.shared_experts._layer
+        with inner.register_forward_pre_hook(lambda *_: events.append("shared experts")):
+            split.attention.run(split.attention.blocks()[layer], split.rows(7))
+
+    assert events == ["send_attn_output", "shared experts", "recv_ffn_output"]
 
 
 def test_loading_an_expert_tensor_into_attention_is_an_error(split: Split) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, extract_layer_index
 
 from afd_shim import role
-from afd_shim.errors import UnsupportedModelError
+from afd_shim.errors import ConfigError, UnsupportedModelError
 from afd_shim.moe.checkpoint import CheckpointPlan
 from afd_shim.testing.checkpoints import Checkpoint, Role, write_checkpoint
 from afd_shim.testing.families import FAMILIES
@@ -31,7 +31,26 @@ from afd_shim.testing.weights import Live, counted_reads, live_parameters
 MakeCheckpoint = Callable[..., Checkpoint]
 LoadRole = Callable[..., LoadedModel]
 
-CASES = [(family, gate) for family in sorted(FAMILIES) for gate in FAMILIES[family].gate_placements]
+
+class Case(NamedTuple):
+    """A family, and what of its MoE layers is on Attention."""
+
+    family: str
+    gate: bool
+    shared: bool = False
+
+    def __str__(self) -> str:
+        """In pytest's output."""
+        return f"{self.family}-gate_{'attention' if self.gate else 'ffn'}{'-shared_attention' if self.shared else ''}"
+
+    @property
+    def placed(self) -> dict[str, bool]:
+        """As keys of the configuration."""
+        return {"compute_gate_on_attention": self.gate, "shared_experts_on_attention": self.shared}
+
+
+CASES = [Case(family, gate) for family in sorted(FAMILIES) for gate in FAMILIES[family].gate_placements]
+CASES += [Case("deepseek-v3", gate=True, shared=True), Case("qwen3-next", gate=False, shared=True)]
 ROLES: tuple[Role, Role] = ("ffn", "attention")
 
 
@@ -117,29 +136,29 @@ class Deployment:
     """Both roles of a checkpoint, loaded one after the other."""
 
     checkpoint: Checkpoint
-    gate: bool
+    case: Case
     roles: dict[Role, Observed]
 
     def owned_bytes(self, role_name: Role) -> int:
         """Bytes in the checkpoint of what a role owns."""
-        return self.checkpoint.owned_bytes(role_name, compute_gate_on_attention=self.gate)
+        return self.checkpoint.owned_bytes(role_name, **self.case.placed)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-gate_{'attention' if case[1] else 'ffn'}")
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def deployment(request: pytest.FixtureRequest, patched: None, checkpoint: MakeCheckpoint) -> Deployment:
     """A family's checkpoint as both roles, with the counts of a counter that is not the product's."""
-    family, gate = request.param
-    made = checkpoint(family)
+    case: Case = request.param
+    made = checkpoint(case.family)
     roles: dict[Role, Observed] = {}
     for role_name in ROLES:
         live = Live(live_parameters())
         with counted_reads() as read:
-            loaded = load_role(made.path, {"role": role_name, "compute_gate_on_attention": gate})
+            loaded = load_role(made.path, {"role": role_name, **case.placed})
         registered = sorted(loaded.config.compilation_config.static_forward_context)
         roles[role_name] = Observed(read, live.bytes(), plan_of(loaded), registered)
         assert loaded.context is not None
         role.release(loaded.context)
-    return Deployment(made, gate, roles)
+    return Deployment(made, case, roles)
 
 
 @pytest.mark.parametrize("role_name", ROLES)
@@ -147,7 +166,7 @@ def test_a_role_reads_exactly_the_names_it_owns(deployment: Deployment, role_nam
     """What the family declares is the measure, and reads are counted where the file is read."""
     observed = deployment.roles[role_name]
 
-    owned = deployment.checkpoint.owned_names(role_name, compute_gate_on_attention=deployment.gate)
+    owned = deployment.checkpoint.owned_names(role_name, **deployment.case.placed)
     assert observed.plan.owned == owned
     assert set(observed.read) == owned
     assert sum(observed.read.values()) <= 1.05 * deployment.owned_bytes(role_name)
@@ -382,3 +401,16 @@ def test_dummy_weights_need_no_checkpoint(
     assert read == {}
     assert live.bytes() == made.owned_bytes(role_name)
     assert not plan_of(loaded).selective
+
+
+@pytest.mark.parametrize("role_name", ROLES)
+def test_shared_experts_on_attention_need_a_model_that_has_some(
+    role_name: Role, checkpoint: MakeCheckpoint, patched: None
+) -> None:
+    """An option that does nothing is a mistake in the configuration, told before anything is read."""
+    afd: dict[str, object] = {"role": role_name, "shared_experts_on_attention": True}
+
+    with pytest.raises(ConfigError, match="no shared experts") as refused:
+        load_role(checkpoint("qwen3-moe").path, afd)
+
+    assert refused.value.key == "shared_experts_on_attention"

@@ -48,6 +48,8 @@ def test_a_configuration_is_read_as_written() -> None:
     assert parse().startup_timeout_s == 600.0
     assert parse().connector_extra_config == {}
     assert parse(compute_gate_on_attention=True).compute_gate_on_attention is True
+    assert config.shared_experts_on_attention is False
+    assert parse(shared_experts_on_attention=True).shared_experts_on_attention is True
 
 
 @pytest.mark.parametrize("additional_config", [None, {}, {"decode_backend": "auto"}, "a string", ["afd"]])
@@ -127,6 +129,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("compute_gate_on_attention", "true", "true or false"),
     ("compute_gate_on_attention", 1, "true or false"),
     ("compute_gate_on_attention", None, "true or false"),
+    ("shared_experts_on_attention", "yes", "true or false"),
     ("connector_extra_config", [], "JSON object"),
     ("connector_extra_config", None, "JSON object"),
     ("startup_timeout_s", 0, "greater than 0"),
@@ -167,6 +170,7 @@ def test_addresses_stay_out_of_what_is_hashed() -> None:
 
     assert here.hashed() == there.hashed()
     assert here.hashed() != parse(compute_gate_on_attention=True).hashed()
+    assert here.hashed() != parse(shared_experts_on_attention=True).hashed()
     assert here.hashed() != parse(role="ffn").hashed()
 
 

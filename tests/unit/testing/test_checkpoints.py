@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from afd_shim.testing.checkpoints import Checkpoint, write_checkpoint
+from afd_shim.testing.checkpoints import Checkpoint, Role, write_checkpoint
 from afd_shim.testing.families import FAMILIES, SIZES
-from afd_shim.testing.tensors import TensorSpec, write_safetensors
+from afd_shim.testing.tensors import Owner, TensorSpec, write_safetensors
+
+ROLES: tuple[Role, ...] = ("attention", "ffn")
 
 
 def read_header(path: Path) -> dict[str, dict[str, object]]:
@@ -55,14 +58,20 @@ def test_the_same_arguments_give_the_same_bytes(family: str, tmp_path: Path) -> 
     assert digest(first) != digest(other)
 
 
+@pytest.mark.parametrize("shared_on_attention", [False, True])
 @pytest.mark.parametrize("gate_on_attention", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_tensor_has_exactly_one_owner(family: str, gate_on_attention: bool, tmp_path: Path) -> None:
-    """The roles share nothing and forget nothing, wherever the gate is."""
+def test_every_tensor_has_exactly_one_owner(
+    family: str, gate_on_attention: bool, shared_on_attention: bool, tmp_path: Path
+) -> None:
+    """The roles share nothing and forget nothing, wherever gate and shared experts are."""
     checkpoint = write_checkpoint(family, tmp_path)
+    placed = {
+        "compute_gate_on_attention": gate_on_attention,
+        "shared_experts_on_attention": shared_on_attention,
+    }
 
-    attention = checkpoint.owned_names("attention", compute_gate_on_attention=gate_on_attention)
-    ffn = checkpoint.owned_names("ffn", compute_gate_on_attention=gate_on_attention)
+    attention, ffn = (checkpoint.owned_names(role, **placed) for role in ROLES)
 
     assert attention.isdisjoint(ffn)
     assert attention | ffn == {spec.name for spec in checkpoint.specs}
@@ -113,12 +122,12 @@ def test_tied_embeddings_are_refused_where_vllm_ignores_them(tmp_path: Path) -> 
 
 def test_the_large_size_owns_about_200_mb_for_each_role() -> None:
     """Memory is measured on it: small enough to make on the spot, large against what a process needs anyway."""
-    owned = dict.fromkeys(("attention", "ffn", "gate"), 0)
+    owned = dict.fromkeys(get_args(Owner), 0)
     for spec in FAMILIES["deepseek-v2"].tensors(SIZES["large"]):
         owned[spec.owner] += spec.nbytes("bfloat16")
 
     assert 180e6 < owned["attention"] < 250e6
-    assert 180e6 < owned["ffn"] < 250e6
+    assert 180e6 < owned["ffn"] + owned["shared_experts"] < 250e6
 
 
 def test_the_tokenizer_has_512_tokens_and_reads_any_text(tmp_path: Path) -> None:
