@@ -17,17 +17,22 @@ NO_CACHE = {"VLLM_DISABLE_COMPILE_CACHE": "1"}
 
 
 @pytest.mark.parametrize(
-    "gate_on_attention",
+    ("family", "gate_on_attention", "shared_on_attention"),
     [
-        pytest.param(False, id="gate on FFN"),
-        pytest.param(True, id="gate on Attention", marks=pytest.mark.newest_release),
+        pytest.param("qwen3-moe", False, False, id="gate on FFN"),
+        pytest.param("qwen3-moe", True, False, id="gate on Attention", marks=pytest.mark.newest_release),
+        pytest.param("deepseek-v2", False, True, id="shared experts on Attention", marks=pytest.mark.newest_release),
     ],
 )
 def test_compiled_tokens_equal_the_unsplit_ones(
-    gate_on_attention: bool, checkpoint_of: Callable[..., Checkpoint], log_dir: Path
+    family: str,
+    gate_on_attention: bool,
+    shared_on_attention: bool,
+    checkpoint_of: Callable[..., Checkpoint],
+    log_dir: Path,
 ) -> None:
     """float32, because Inductor keeps float32 between operations of an inlined bfloat16 MoE."""
-    checkpoint = checkpoint_of("qwen3-moe", dtype="float32")
+    checkpoint = checkpoint_of(family, dtype="float32")
     expected = run_unsplit(checkpoint, log_dir, eager=False, env=NO_CACHE)
 
     run = run_split(
@@ -35,6 +40,7 @@ def test_compiled_tokens_equal_the_unsplit_ones(
         log_dir,
         expected=expected,
         compute_gate_on_attention=gate_on_attention,
+        shared_experts_on_attention=shared_on_attention,
         eager=False,
         env=NO_CACHE,
     )
