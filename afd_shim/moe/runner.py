@@ -33,7 +33,7 @@ class AFDRemoteMoERunner(MoERunner):
 
     def _select_forward(self) -> Any:  # noqa: ANN401 - vLLM's return type: a function or an operator
         # vLLM's CPU runner calls the body directly, and Dynamo would trace into the socket.
-        return _forward_entry if self.shared_experts is None else _forward_shared_entry
+        return torch.ops.vllm.moe_forward if self.shared_experts is None else torch.ops.vllm.moe_forward_shared
 
     def forward(
         self,
@@ -128,31 +128,3 @@ class AFDExternalRoutingMoERunner(AFDRemoteMoERunner):
                 "experts. Nothing was sent. Report this with the model's name: its gate was not applied."
             )
         return self._exchange(hidden_states, router_logits, shared_experts_input)
-
-
-def _forward_entry(
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    shared_experts_input: torch.Tensor | None,
-    input_ids: torch.Tensor | None,
-    layer_name: Any,  # noqa: ANN401 - str or vLLM's opaque LayerName, by torch version
-    hidden_dim_unpadded: int,
-) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.vllm.moe_forward(
-        hidden_states, router_logits, shared_experts_input, input_ids, layer_name, hidden_dim_unpadded
-    )
-    return output
-
-
-def _forward_shared_entry(
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    shared_experts_input: torch.Tensor | None,
-    input_ids: torch.Tensor | None,
-    layer_name: Any,  # noqa: ANN401 - str or vLLM's opaque LayerName, by torch version
-    hidden_dim_unpadded: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm.moe_forward_shared(
-        hidden_states, router_logits, shared_experts_input, input_ids, layer_name, hidden_dim_unpadded
-    )
-    return outputs
