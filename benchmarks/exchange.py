@@ -42,6 +42,7 @@ from afd_shim.config import AFDConfig, Role
 from afd_shim.connectors import ExchangeHeader, Hello, Reply, create_attention_connector, create_ffn_connector
 from afd_shim.connectors.sockets import Wakeup, dial, listen, tune_data
 from afd_shim.connectors.wire import EXCHANGE
+from afd_shim.testing.servers import free_port
 
 LAYER = 1
 WARM_UP = 50
@@ -300,14 +301,6 @@ def answer(way: Way, core: int, blocks: Connection) -> None:
     """The answering process of one way."""
     pin(core)
     way.answer(blocks)
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def pin(core: int) -> None:

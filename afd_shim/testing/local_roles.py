@@ -10,7 +10,6 @@ are undone when it ends.
 from __future__ import annotations
 
 import gc
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from afd_shim import activation, role
 from afd_shim.compat import installed_release
 from afd_shim.config.apply import RoleConfig
-from afd_shim.connectors.base import Batch, Hello, Reply
+from afd_shim.connectors.base import Hello, Reply
 from afd_shim.connectors.registry import create_attention_connector
 from afd_shim.ffn.serving import ServingLoop
 from afd_shim.moe.checkpoint import plan_checkpoint
@@ -53,7 +52,6 @@ __all__ = [
     "LoadedModel",
     "connected",
     "engine_config",
-    "free_port",
     "inspect_here",
     "load_model",
     "load_role",
@@ -162,27 +160,6 @@ def load_role(path: Path, afd: dict[str, object], **engine_args: Any) -> LoadedM
     return LoadedModel(model, config, context)
 
 
-class _TakingTurns(RemoteFFNProxy):
-    """A proxy that computes beside an exchange only while the FFN of this process does not."""
-
-    kernels: threading.Lock
-
-    def exchange_beside(
-        self,
-        layer: int,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor | None,
-        compute: Callable[[], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the product's, with `compute` under a lock."""
-
-        def alone() -> torch.Tensor:
-            with self.kernels:
-                return compute()
-
-        return super().exchange_beside(layer, hidden_states, router_logits, alone)
-
-
 @contextmanager
 def connected(attention: LoadedModel, ffn: LoadedModel) -> Iterator[ServingLoop]:
     """Let the FFN's serving loop serve the Attention model over loopback; yields the loop.
@@ -201,21 +178,28 @@ def connected(attention: LoadedModel, ffn: LoadedModel) -> Iterator[ServingLoop]
         on_failure=failures.append,
     )
     kernels = threading.Lock()
-    computes = serving._compute  # noqa: SLF001 - what runs the experts
 
-    def compute(batch: Batch) -> torch.Tensor:
-        with kernels:
-            return computes(batch)
+    def in_turn(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any) -> torch.Tensor:  # noqa: ANN401 - passed on
+            with kernels:
+                return call(*args)
 
-    serving._compute = compute  # type: ignore[method-assign]  # noqa: SLF001
+        return run
+
+    serving._compute = in_turn(serving._compute)  # type: ignore[method-assign]  # noqa: SLF001 - runs the experts
     serving.start()
     hello = _hello(attention)
     connector = create_attention_connector(
         attention.context.config, hello, device=attention.context.device, on_peer_lost=failures.append
     )
     connector.connect()
-    proxy = _TakingTurns(connector, list(hello.moe_layers), reply=hello.reply)
-    proxy.kernels = kernels
+    proxy = RemoteFFNProxy(connector, list(hello.moe_layers), reply=hello.reply)
+    beside = proxy.exchange_beside
+    proxy.exchange_beside = (  # type: ignore[method-assign]
+        lambda layer, hidden_states, router_logits, compute: beside(
+            layer, hidden_states, router_logits, in_turn(compute)
+        )
+    )
     attention.context.proxy = proxy
     role.take(attention.context)
     try:
@@ -227,14 +211,6 @@ def connected(attention: LoadedModel, ffn: LoadedModel) -> Iterator[ServingLoop]
         serving.stop()
     if failures:
         raise failures[0]
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _hello(loaded: LoadedModel) -> Hello:

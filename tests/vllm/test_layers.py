@@ -22,12 +22,12 @@ from afd_shim.testing.families import FAMILIES
 from afd_shim.testing.local_roles import (
     LoadedModel,
     connected,
-    free_port,
     inspect_here,
     load_model,
     load_role,
     patched_vllm,
 )
+from afd_shim.testing.servers import free_port
 
 MakeCheckpoint = Callable[..., Checkpoint]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from afd_shim.connectors.joiner import Joiner
 from afd_shim.connectors.membership import Membership
 from afd_shim.connectors.wire import Agreement
 from afd_shim.errors import PeerLostError
+from afd_shim.testing import servers
 
 HELLO = Hello(
     role="attention",
@@ -140,7 +140,4 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def free_port() -> int:
     """A port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    return servers.free_port()
